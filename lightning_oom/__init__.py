@@ -1,0 +1,1 @@
+"""Callbacks for PyTorch Lightning that survive, foresee and explain CUDA out of memory."""
