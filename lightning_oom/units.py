@@ -19,7 +19,7 @@ _FACTORS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(amount: int | float | str) -> int:
+def parse_bytes(amount: float | str) -> int:
     """Turn an amount of memory into bytes.
 
     Args:
