@@ -1,0 +1,150 @@
+"""``lightning-oom demo``: one training, three times, and what the limit changed.
+
+Unlimited; with a limit that the long batches pass, where the run dies of the original error; and
+with the same limit and :class:`~lightning_oom.OOMRecovery`, where it ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_oom import OOMRecovery
+from lightning_oom.cli.demo_run import DemoRun, choose_device, quiet, train
+from lightning_oom.units import format_bytes, parse_bytes
+
+__all__ = ["add_arguments", "run"]
+
+_LIMIT_FRACTION = 0.6
+"""Of the unlimited run's peak: one batch in five is too long for it."""
+
+_SAME_WEIGHTS = 1e-4
+"""The largest difference that rounding explains; the demo fails above it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the demo to ``parser``."""
+    parser.add_argument(
+        "--steps", type=int, default=100, help="optimizer steps a run (%(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=_amount, help=f"such as '64 MiB' ({_LIMIT_FRACTION:.0%} of the peak)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order (%(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), help="for TensorBoard logs (%(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cuda", "simgpu"],
+        default="auto",
+        help="auto: CUDA if there is a GPU, else a simulated one",
+    )
+
+
+def run(arguments: argparse.Namespace, *, console: Console | None = None) -> int:
+    """Train three times, print one table, and write one TensorBoard run for each.
+
+    Args:
+        arguments: As :func:`add_arguments` defines them.
+        console: Where to print; ``None`` means standard output.
+
+    Returns:
+        0 when the recovered run ended with the weights of the unlimited one, 1 otherwise.
+
+    Raises:
+        ValueError: Fewer than one step, TensorBoard is not installed, or the device is too full even
+            for the unlimited run.
+    """
+    if arguments.steps < 1:
+        raise ValueError(f"--steps is at least 1, got {arguments.steps}")
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("the demo writes TensorBoard logs: pip install 'lightning-oom[demo]'")
+    console = Console() if console is None else console
+    with quiet():
+        unlimited, died, recovered = _three_runs(arguments, console)
+    console.print(_table(unlimited, died, recovered))
+    console.print(f"Died without the pack: {died.error or 'no, the limit was never passed'}")
+    console.print(f"Logs: tensorboard --logdir {arguments.output}", soft_wrap=True)
+    difference = recovered.weight_difference(unlimited)
+    return int(difference is None or difference > _SAME_WEIGHTS)
+
+
+def _amount(text: str) -> int:
+    """Read an amount of memory; argparse shows this error's text, and hides a ValueError's."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _three_runs(
+    arguments: argparse.Namespace, console: Console
+) -> tuple[DemoRun, DemoRun, DemoRun]:
+    device = choose_device(arguments.device)
+    steps, seed, output = arguments.steps, arguments.seed, arguments.output
+    names = ("unlimited", "limited", "recovered")
+    for name in names:
+        shutil.rmtree(output / name, ignore_errors=True)
+    console.rule(f"1/3 unlimited, on {device}")
+    unlimited = train(names[0], device=device, steps=steps, seed=seed, output=output)
+    if unlimited.error is not None:
+        raise ValueError(f"{device} is too small or too full for the demo: {unlimited.error}")
+    limit = arguments.limit
+    if limit is None:
+        limit = int(_LIMIT_FRACTION * unlimited.peak_bytes)
+    shown = f"limit {format_bytes(limit)}, {limit / unlimited.peak_bytes:.0%} of the peak"
+    console.rule(f"2/3 {shown}, without the pack")
+    died = train(names[1], device=device, steps=steps, seed=seed, output=output, limit_bytes=limit)
+    console.rule(f"3/3 {shown}, with OOMRecovery")
+    recovered = train(
+        names[2],
+        device=device,
+        steps=steps,
+        seed=seed,
+        output=output,
+        limit_bytes=limit,
+        recovery=OOMRecovery(),
+    )
+    return unlimited, died, recovered
+
+
+def _table(unlimited: DemoRun, *limited: DemoRun) -> Table:
+    """One row a run; a dash where a run has nothing to say."""
+    table = Table(title="One training, three times")
+    for column in (
+        "run",
+        "limit",
+        "ended",
+        "OOMs met",
+        "recovered",
+        "failed attempts\nper new shape",
+        "wasted\nseconds",
+        "seconds",
+        "final loss",
+        "largest weight\ndifference",
+    ):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for row in (unlimited, *limited):
+        summary = row.summary
+        over = row.shapes_over_limit(unlimited)
+        difference = None if row is unlimited else row.weight_difference(unlimited)
+        table.add_row(
+            row.name,
+            "none" if row.limit_bytes is None else format_bytes(row.limit_bytes),
+            f"step {row.steps}" if row.error is None else f"died in step {row.steps + 1}",
+            str(summary.num_oom) if summary else str(int(row.error is not None)),
+            str(summary.num_recovered) if summary else "-",
+            f"{summary.num_failed_attempts} / {over}" if summary else "-",
+            f"{summary.wasted_seconds:.1f}" if summary else "-",
+            f"{row.seconds:.0f}",
+            "-" if row.loss is None or row.error else f"{row.loss:.6f}",
+            "-" if difference is None else f"{difference:.1e}",
+        )
+    return table
