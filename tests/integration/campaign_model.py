@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,10 @@ from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.aggregation import CatMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-__all__ = ["OPTIMIZERS", "ROWS", "CampaignModel", "Recipe", "campaign_loader"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["OPTIMIZERS", "ROWS", "CampaignModel", "Recipe", "campaign_loader", "do_nothing"]
 
 ROWS = (8, 8, 5)
 FEATURES = 12
@@ -62,6 +65,10 @@ class Recipe:
         return replace(self, batch_norm=False, dropout=0.0, random_inputs=False, keeps_state=False)
 
 
+def do_nothing() -> None:
+    """What a model does when nobody watches."""
+
+
 class CampaignModel(LightningModule):
     """A small classifier that uses every feature which a naive retry breaks."""
 
@@ -89,6 +96,7 @@ class CampaignModel(LightningModule):
         )
         self.losses: list[Tensor] = []
         self.num_calls = 0
+        self.when_ready_to_update: Callable[[], None] = do_nothing
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores, one row for each row of ``x``."""
@@ -154,6 +162,11 @@ class CampaignModel(LightningModule):
         if self.losses:
             self.log("mean_of_losses", torch.stack(self.losses).mean())
             self.losses.clear()
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip as usual, then say that the gradients are ready: only the update is left."""
+        self.clip_gradients(optimizer, *args, **kwargs)
+        self.when_ready_to_update()
 
     def configure_optimizers(self) -> Any:
         """The optimizer of the recipe, with a schedule per step when it asks for one."""

@@ -9,7 +9,6 @@ could see.
 
 from __future__ import annotations
 
-import copy
 import random
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from campaign_model import CampaignModel, Recipe, campaign_loader
+from campaign_model import CampaignModel, Recipe, campaign_loader, do_nothing
 from fakes import ListLogger
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from states import Difference, compare, plain_copy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
@@ -30,10 +30,8 @@ from lightning_oom._torch import OutOfMemoryError, tree_leaves
 
 __all__ = [
     "Campaign",
-    "Difference",
     "Outcome",
     "Scenario",
-    "compare",
     "fit_once",
     "run_campaign",
     "trainable_state",
@@ -105,7 +103,11 @@ class _AllocationFaults(TorchDispatchMode):
         self.count = 0
         self.num_raised = 0
         self.trace: list[str] = []
-        self.storages: set[int] = set()
+        self.update_begins_after: int | None = None
+
+    def note_update(self) -> None:
+        """The allocations from here on belong to the optimizer's update."""
+        self.update_begins_after = self.count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -131,11 +133,14 @@ class _AllocationFaults(TorchDispatchMode):
 class _FaultInBatch(Callback):
     """Put :class:`_AllocationFaults` around one batch: its closure and its optimizer step."""
 
-    def __init__(self, batch: int, at: Iterable[int]) -> None:
+    def __init__(self, batch: int | None, at: Iterable[int]) -> None:
         self.batch = batch
         self.faults = _AllocationFaults(at)
         self.batches_seen = 0
         self.before: dict[str, Any] | None = None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        pl_module.when_ready_to_update = do_nothing
 
     def on_train_start(self, trainer, pl_module) -> None:
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -146,6 +151,7 @@ class _FaultInBatch(Callback):
             if self.batches_seen - 1 != self.batch:
                 return run(*args, **kwargs)
             self.before = trainable_state(trainer)
+            pl_module.when_ready_to_update = self.faults.note_update
             with self.faults:
                 return run(*args, **kwargs)
 
@@ -168,10 +174,10 @@ class _StepOutputs(Callback):
         self.metrics.append({n: _metric_state(m) for n, m in named if isinstance(m, Metric)})
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.outputs.append(_plain(outputs))
+        self.outputs.append(plain_copy(outputs))
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
-        self.gradients.append(_plain([p.grad for p in pl_module.parameters()]))
+        self.gradients.append(plain_copy([p.grad for p in pl_module.parameters()]))
 
 
 @dataclass(slots=True)
@@ -182,14 +188,6 @@ class Run:
     faults: _AllocationFaults
     error: str | None
     moved: list[Difference] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One place where two runs differ."""
-
-    path: str
-    detail: str
 
 
 @dataclass(slots=True)
@@ -207,12 +205,16 @@ class Outcome:
 class Campaign:
     """The result of one scenario.
 
+    ``update_begins_after`` is the last allocation before the optimizer's update, ``None`` where the
+    batch does not end an accumulation window.
+
     ``kind`` of an outcome is ``exact``, ``differ``, ``refused`` (raised, and weights and optimizer
     state are as before the step) or ``moved`` (raised after something had moved).
     """
 
     scenario: Scenario
     num_allocations: int
+    update_begins_after: int | None
     idle_differences: list[Difference]
     outcomes: list[Outcome]
 
@@ -220,18 +222,28 @@ class Campaign:
         """The outcomes of one kind."""
         return [outcome for outcome in self.outcomes if outcome.kind == kind]
 
+    def refused_too_early(self) -> list[Outcome]:
+        """Refusals before the optimizer's update, where every fault must be survived."""
+        last = self.update_begins_after or self.num_allocations
+        refused = [*self.of_kind("refused"), *self.of_kind("moved")]
+        return [outcome for outcome in refused if outcome.allocation <= last]
+
     def row(self) -> str:
-        """One line of the table."""
-        cells = [len(self.of_kind(kind)) for kind in ("exact", "differ", "refused", "moved")]
-        numbers = " ".join(
-            f"{cell:>7}" for cell in (self.num_allocations, len(self.outcomes), *cells)
+        """The numbers of the table: K, injected, exact, differ, refused, of those early, moved."""
+        exact, differ, refused, moved = (
+            len(self.of_kind(kind)) for kind in ("exact", "differ", "refused", "moved")
         )
-        return f"{self.scenario.name:<58} {numbers}"
+        early = len(self.refused_too_early())
+        return (
+            f"{self.num_allocations:>5} {len(self.outcomes):>8} {exact:>6} {differ:>6}"
+            f" {refused:>7} {early:>5} {moved:>5}"
+        )
 
     def explain(self, limit: int = 5) -> str:
-        """The first outcomes that are neither exact nor a clean refusal, for a failing test."""
+        """The first outcomes that are neither exact nor a clean refusal; empty when there is none."""
         lines = [f"without a fault: {d.path} {d.detail}" for d in self.idle_differences[:limit]]
-        for outcome in [*self.of_kind("differ"), *self.of_kind("moved")][:limit]:
+        wrong = [*self.of_kind("differ"), *self.of_kind("moved"), *self.refused_too_early()]
+        for outcome in wrong[:limit]:
             shown = "; ".join(f"{d.path} {d.detail}" for d in outcome.differences[:4])
             lines.append(
                 f"allocation {outcome.allocation} ({outcome.op}): {outcome.kind} {shown}"
@@ -241,13 +253,24 @@ class Campaign:
 
 
 def fit_once(
-    scenario: Scenario, guard: Callback | None = None, *, fail_at: Iterable[int] = ()
+    scenario: Scenario,
+    guard: Callback | None = None,
+    *,
+    fail_at: Iterable[int] = (),
+    watched: bool = True,
 ) -> Run:
-    """Fit once from fixed seeds; an out-of-memory error that reaches the caller is kept as text."""
+    """Fit once from fixed seeds; an out-of-memory error that reaches the caller is kept as text.
+
+    Args:
+        scenario: What is trained.
+        guard: The callback under test.
+        fail_at: Allocations of the scenario's batch that fail, from 1.
+        watched: Count the allocations of that batch. The reference does without.
+    """
     random.seed(3)
     np.random.seed(3)  # noqa: NPY002 the global state is what a user's code draws from
     torch.manual_seed(3)
-    injector = _FaultInBatch(scenario.batch, fail_at)
+    injector = _FaultInBatch(scenario.batch if watched else None, fail_at)
     outputs = _StepOutputs()
     model = CampaignModel(scenario.recipe)
     trainer = scenario.trainer([outputs, injector, *([guard] if guard else [])])
@@ -269,23 +292,24 @@ def run_campaign(
     scenario: Scenario,
     make_guard: GuardFactory,
     *,
-    stride: int = 1,
+    max_faults: int | None = None,
     offset: int = 0,
     reference: dict[str, Any] | None = None,
 ) -> Campaign:
-    """Fail every ``stride``-th allocation of the scenario's batch, beginning at ``offset``.
+    """Fail the allocations of the scenario's batch, one a run.
 
     Args:
         scenario: What is trained, and where the fault falls.
         make_guard: Makes the callback under test, afresh for each fit.
-        stride: 1 fails all of them.
-        offset: Of the first one, from 0; rotate it so that many thin runs cover all.
+        max_faults: Fail about so many, evenly spread; ``None`` fails all of them.
+        offset: Moves the first one; rotate it so that many thin runs cover all.
         reference: State of the undisturbed run, where the caller has it already.
     """
-    expected = reference or fit_once(scenario).state
+    expected = reference or fit_once(scenario, watched=False).state
     idle = fit_once(scenario, make_guard())
     assert idle.error is None, idle.error
     num_allocations = idle.faults.count
+    stride = 1 if max_faults is None else max(1, num_allocations // max_faults)
     outcomes = [
         _judge(scenario, make_guard(), allocation, expected, idle.faults.trace)
         for allocation in range(1 + offset % stride, num_allocations + 1, stride)
@@ -293,6 +317,7 @@ def run_campaign(
     return Campaign(
         scenario,
         num_allocations,
+        idle.faults.update_begins_after,
         compare(expected, idle.state, tolerance=scenario.tolerance),
         outcomes,
     )
@@ -315,8 +340,8 @@ def _judge(
 def trainable_state(trainer: Trainer) -> dict[str, Any]:
     """Copies of what an optimizer step moves."""
     return {
-        "weights": _plain(dict(trainer.lightning_module.named_parameters())),
-        "optimizers": [_plain(optimizer.state_dict()) for optimizer in trainer.optimizers],
+        "weights": plain_copy(dict(trainer.lightning_module.named_parameters())),
+        "optimizers": [plain_copy(optimizer.state_dict()) for optimizer in trainer.optimizers],
     }
 
 
@@ -328,10 +353,10 @@ def _visible_state(
     averaged = [getattr(c, "_average_model", None) for c in trainer.callbacks]
     return {
         **trainable_state(trainer),
-        "gradients": _plain([p.grad for p in model.parameters()]),
+        "gradients": plain_copy([p.grad for p in model.parameters()]),
         "gradients of each step": outputs.gradients,
         "outputs of each step": outputs.outputs,
-        "buffers": _plain(dict(model.named_buffers())),
+        "buffers": plain_copy(dict(model.named_buffers())),
         "metrics": outputs.metrics,
         "random": {
             "torch": torch.get_rng_state().clone(),
@@ -339,19 +364,19 @@ def _visible_state(
             "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002 as above
         },
         "logged rows": [(step, _without_own_keys(row)) for step, row in trainer.logger.rows],
-        "callback_metrics": _without_own_keys(_plain(dict(trainer.callback_metrics))),
+        "callback_metrics": _without_own_keys(plain_copy(dict(trainer.callback_metrics))),
         "global_step": trainer.global_step,
-        "loops": _plain(trainer.fit_loop.state_dict()),
-        "precision": _plain(trainer.precision_plugin.state_dict()),
-        "schedules": [_plain(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
-        "attributes": {"num_calls": model.num_calls, "losses": _plain(model.losses)},
-        "callbacks": [_plain(c.state_dict()) for c in callbacks],
-        "averages": [_plain(a.state_dict()) for a in averaged if a is not None],
+        "loops": plain_copy(trainer.fit_loop.state_dict()),
+        "precision": plain_copy(trainer.precision_plugin.state_dict()),
+        "schedules": [plain_copy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        "attributes": {"num_calls": model.num_calls, "losses": plain_copy(model.losses)},
+        "callbacks": [plain_copy(c.state_dict()) for c in callbacks],
+        "averages": [plain_copy(a.state_dict()) for a in averaged if a is not None],
     }
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    states = {name: _plain(getattr(metric, name)) for name in metric._defaults}
+    states = {name: plain_copy(getattr(metric, name)) for name in metric._defaults}
     joined = {
         name: torch.cat([s.reshape(-1) for s in state])
         if isinstance(state, list) and state
@@ -363,63 +388,3 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
 
 def _without_own_keys(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not key.startswith("oom/")}
-
-
-def _plain(value: Any) -> Any:
-    """A copy on the CPU that shares nothing with the run."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return copy.copy(value)
-
-
-def compare(
-    expected: Any, actual: Any, *, tolerance: float = 0.0, path: str = ""
-) -> list[Difference]:
-    """Every place where two states differ; ``tolerance`` is relative to the largest element."""
-    if isinstance(expected, Tensor):
-        return _compare_tensors(expected, actual, tolerance, path)
-    if type(expected) is not type(actual):
-        return [Difference(path, f"{expected!r} became {actual!r}")]
-    if isinstance(expected, dict):
-        if expected.keys() != actual.keys():
-            return [Difference(path, f"keys {sorted(map(str, expected.keys() ^ actual.keys()))}")]
-        pairs = [(f"{path}.{key}", expected[key], actual[key]) for key in expected]
-    elif isinstance(expected, (list, tuple)):
-        if len(expected) != len(actual):
-            return [Difference(path, f"{len(expected)} items became {len(actual)}")]
-        pairs = [
-            (f"{path}[{i}]", *items) for i, items in enumerate(zip(expected, actual, strict=True))
-        ]
-    else:
-        same = expected == actual or (expected != expected and actual != actual)  # noqa: PLR0124 NaN
-        if isinstance(expected, float) and tolerance:
-            same = same or abs(expected - actual) <= tolerance * max(1.0, abs(expected))
-        return [] if same else [Difference(path, f"{expected!r} became {actual!r}")]
-    return [
-        difference
-        for where, a, b in pairs
-        for difference in compare(a, b, tolerance=tolerance, path=where)
-    ]
-
-
-def _compare_tensors(
-    expected: Tensor, actual: Any, tolerance: float, path: str
-) -> list[Difference]:
-    if not isinstance(actual, Tensor) or expected.shape != actual.shape:
-        shape = tuple(getattr(actual, "shape", ()))
-        return [Difference(path, f"shape {tuple(expected.shape)} became {shape}")]
-    if expected.dtype != actual.dtype:
-        return [Difference(path, f"{expected.dtype} became {actual.dtype}")]
-    if not expected.is_floating_point():
-        return [] if torch.equal(expected, actual) else [Difference(path, "other values")]
-    if torch.equal(torch.isnan(expected), torch.isnan(actual)):
-        a, b = expected.double().nan_to_num(), actual.double().nan_to_num()
-        if torch.equal(a, b):
-            return []
-        off = float((a - b).abs().max() / a.abs().max().clamp_min(1e-3))
-        return [] if off <= tolerance else [Difference(path, f"off by {off:.1e}")]
-    return [Difference(path, "NaN in other places")]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from campaign_model import Recipe
-from fault_campaign import Scenario, compare, fit_once, run_campaign
+from fault_campaign import Scenario, fit_once, run_campaign
 from naive import NaiveRetry
+from scenarios import EXACT
+from states import compare
 
 PLAIN = Scenario(name="plain")
 
@@ -17,6 +19,16 @@ def test_two_undisturbed_runs_are_equal():
 
     assert first.state is not None
     assert compare(first.state, second.state) == []
+
+
+@pytest.mark.parametrize("scenario", EXACT, ids=lambda s: s.name.replace(" ", "-"))
+def test_counting_changes_nothing(scenario):
+    """A run whose allocations are counted equals one in which nobody looks."""
+    reference = fit_once(scenario, watched=False)
+    watched = fit_once(scenario)
+
+    assert watched.faults.count > 100
+    assert compare(reference.state, watched.state) == []
 
 
 def test_another_seed_would_be_seen():
@@ -50,7 +62,7 @@ def test_an_unguarded_fault_ends_the_run():
 
 def test_a_naive_retry_is_found_wrong():
     """Running the closure again without a rollback differs in what it counts and draws twice."""
-    campaign = run_campaign(PLAIN, NaiveRetry, stride=7)
+    campaign = run_campaign(PLAIN, NaiveRetry, max_faults=25)
 
     wrong = campaign.of_kind("differ")
     seen = {d.path.split(".")[1].split("[")[0] for outcome in wrong for d in outcome.differences}
@@ -64,7 +76,7 @@ def test_a_naive_retry_counts_an_upper_layer_twice():
     """In an accumulation window a failed backward leaves gradients behind (PT#18853)."""
     scenario = Scenario(name="accumulate", accumulate=2, batch=1, recipe=Recipe().row_separable())
 
-    campaign = run_campaign(scenario, NaiveRetry, stride=5)
+    campaign = run_campaign(scenario, NaiveRetry, max_faults=30)
     seen = {
         d.path.split("[")[0] for outcome in campaign.of_kind("differ") for d in outcome.differences
     }
