@@ -5,21 +5,150 @@ A new torch release that moves a name breaks this file and ``tests/test_torch_do
 
 from __future__ import annotations
 
+import functools
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
 import torch
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 __all__ = [
+    "CPU_KEYS",
+    "MODULE_INTERNALS",
+    "NormBase",
     "OutOfMemoryError",
     "TorchDispatchMode",
+    "aten_operators",
+    "base_of",
+    "dlpack_of",
+    "foreach_copy",
+    "has_kernel",
+    "is_backward_multithreaded",
+    "module_buffers",
+    "non_persistent_names",
+    "python_backend_bases",
+    "read_version",
+    "redispatch_of",
+    "schema_of",
+    "set_backward_multithreaded",
+    "setup_python_backend",
+    "sparse_parts",
+    "tensor_from_dlpack",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "written_positions",
 ]
 
 OutOfMemoryError: type[RuntimeError] = getattr(
     torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError
 )
 """``torch.OutOfMemoryError``; before torch 2.5 it lives in ``torch.cuda``."""
+
+read_version = attrgetter("_version")
+"""How often a tensor was written to in place. Raises ``RuntimeError`` for inference tensors.
+
+Not counted: ``native_batch_norm``'s running statistics, fused optimizers, writes through ``.data``.
+"""
+
+MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
+"""Names that every module keeps in its ``__dict__`` on torch's own account."""
+
+
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, in one call where the backend can."""
+    torch._foreach_copy_(targets, sources)
+
+
+def module_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the dictionary itself in which ``module`` keeps its own buffers."""
+    return module._buffers
+
+
+def non_persistent_names(module: torch.nn.Module) -> set[str]:
+    """Return the set itself of the buffers that ``module`` leaves out of its state dict."""
+    return module._non_persistent_buffers_set
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator as a dispatch mode sees it; ``None`` for a higher-order one."""
+    return getattr(operator, "_schema", None)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the strided tensors that a sparse tensor is made of, without coalescing it."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that ``tensor`` is a view of, or ``tensor`` itself."""
+    base: torch.Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
+@functools.cache
+def written_positions(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Return position and name of each argument that an operator writes into (``mul_``, ``out=``)."""
+    schema = schema_of(operator)
+    if schema is None:
+        return ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+"""What :func:`redispatch_of` needs to reach the CPU kernel of an operator, autograd left out."""
+
+dlpack_of = torch._C._to_dlpack
+tensor_from_dlpack = torch._C._from_dlpack
+is_backward_multithreaded = torch._C._is_multithreading_enabled
+set_backward_multithreaded = torch._C._set_multithreading_enabled
+
+setup_python_backend: Any = getattr(
+    backend_registration, "_setup_privateuseone_for_python_backend", None
+)
+"""Fills torch's out-of-tree device slot from Python; ``None`` before torch 2.10."""
+
+
+def python_backend_bases() -> tuple[Any, Any, Any]:
+    """Return the classes of a backend's hooks and device guard, and the slot's device type."""
+    parts = torch._C._acc
+    return parts.PrivateUse1Hooks, parts.DeviceGuard, torch._C._autograd.DeviceType.PrivateUse1
+
+
+def aten_operators() -> Iterator[Any]:
+    """Walk over the overloads of torch's own operators."""
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace == "aten":
+            packet, _, overload = rest.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if operator is not None:
+                yield operator
+
+
+def has_kernel(operator: Any, dispatch_key: str) -> bool:
+    """Say whether ``operator`` has a kernel of its own for a dispatch key or alias key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), dispatch_key)
+
+
+def redispatch_of(operator: Any) -> Any:
+    """Return ``call(keys, *args, **kwargs)``, which runs the operator's kernel for those keys."""
+    return operator._handle.redispatch_boxed

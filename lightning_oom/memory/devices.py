@@ -1,0 +1,105 @@
+"""Read, reset and release the memory of a device, whichever backend it belongs to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_oom.memory.backends import MPSReader, TorchModuleReader
+from lightning_oom.memory.host import CPUReader
+from lightning_oom.memory.registry import DeviceReader, find_reader
+
+if TYPE_CHECKING:
+    from lightning_oom.memory.reading import MemoryReading
+
+__all__ = ["read_memory", "reader_of", "release_cached", "reset_peak"]
+
+_CPU = CPUReader()
+_MPS = MPSReader()
+_TORCH_MODULE = TorchModuleReader()
+
+
+def read_memory(device: torch.device | str) -> MemoryReading:
+    """Read what the memory of ``device`` holds now.
+
+    Counters are read and nothing else happens: no synchronisation, no context is created on a
+    device that this process has not used yet (its reading then has only what is known without
+    one).
+
+    Args:
+        device: A device or its name. Without an index: the current one of that type.
+
+    Returns:
+        The reading. What the backend cannot tell is ``None``.
+
+    Raises:
+        ValueError: torch does not know a device of that name.
+
+    Note:
+        Cost on the CPU: three small files of ``/proc``, 0.1 to 0.2 ms. On CUDA: one call into the
+        allocator and one into the driver.
+
+    Example:
+        >>> reading = read_memory("cpu")
+        >>> 0 < reading.allocated_bytes < reading.limit_bytes
+        True
+        >>> reading.reserved_bytes is None  # the CPU has no caching allocator
+        True
+    """
+    device = _as_device(device)
+    return reader_of(device).read(device)
+
+
+def reset_peak(device: torch.device | str) -> None:
+    """Let the peaks of ``device`` start again from what is held now; nothing where it has none.
+
+    Args:
+        device: A device or its name.
+
+    Raises:
+        ValueError: torch does not know a device of that name.
+    """
+    device = _as_device(device)
+    reader_of(device).reset_peak(device)
+
+
+def release_cached(device: torch.device | str) -> int | None:
+    """Give memory that the allocator keeps cached back to ``device``.
+
+    Args:
+        device: A device or its name.
+
+    Returns:
+        Bytes that went back, ``None`` where the backend does not tell.
+
+    Raises:
+        ValueError: torch does not know a device of that name. What the backend itself raises is
+            dropped: this runs while an out-of-memory error is handled.
+
+    Note:
+        On a GPU this waits for the device, and the next allocations are slower.
+    """
+    device = _as_device(device)
+    return reader_of(device).release_cached(device)
+
+
+def reader_of(device: torch.device, *, below: DeviceReader | None = None) -> DeviceReader:
+    """Return who reads ``device``: the registered reader, or the one for its backend.
+
+    Args:
+        device: The device to read.
+        below: Ask only readers that were registered before this one, so that it can build on them.
+    """
+    reader = find_reader(device, below=below)
+    if reader is not None:
+        return reader
+    return {"cpu": _CPU, "mps": _MPS}.get(device.type, _TORCH_MODULE)
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        message = f"{device!r} is not a device that torch knows: name one such as 'cuda:0' or 'cpu'"
+        raise ValueError(message) from error
