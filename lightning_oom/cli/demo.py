@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=100, help="optimizer steps a run (%(default)s)"
     )
     parser.add_argument(
-        "--limit", type=_amount, help=f"such as '64 MiB' ({_LIMIT_FRACTION:.0%} of the peak)"
+        "--limit", type=_amount, help=f"such as '64 MiB' ({_LIMIT_FRACTION} of the unlimited peak)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (%(default)s)")
     parser.add_argument(
@@ -70,8 +69,9 @@ def run(arguments: argparse.Namespace, *, console: Console | None = None) -> int
     with quiet():
         unlimited, died, recovered = _three_runs(arguments, console)
     console.print(_table(unlimited, died, recovered))
-    console.print(f"Died without the pack: {died.error or 'no, the limit was never passed'}")
-    console.print(f"Logs: tensorboard --logdir {arguments.output}", soft_wrap=True)
+    death = died.error or "nothing, no batch passed the limit"
+    console.print(f"What the limited run died of: {death}", soft_wrap=True)
+    console.print(f"Look at the logs: tensorboard --logdir {arguments.output}", soft_wrap=True)
     difference = recovered.weight_difference(unlimited)
     return int(difference is None or difference > _SAME_WEIGHTS)
 
@@ -116,35 +116,37 @@ def _three_runs(
 
 
 def _table(unlimited: DemoRun, *limited: DemoRun) -> Table:
-    """One row a run; a dash where a run has nothing to say."""
-    table = Table(title="One training, three times")
-    for column in (
-        "run",
-        "limit",
-        "ended",
-        "OOMs met",
-        "recovered",
-        "failed attempts\nper new shape",
-        "wasted\nseconds",
-        "seconds",
-        "final loss",
-        "largest weight\ndifference",
+    """One column a run, so that it fits a narrow terminal; a dash where there is nothing to say."""
+    table = Table("", title="One training, three times")
+    columns = []
+    for run_, heading in zip(
+        (unlimited, *limited), ("unlimited", "limited", "limited,\nOOMRecovery"), strict=True
     ):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    for row in (unlimited, *limited):
-        summary = row.summary
-        over = row.shapes_over_limit(unlimited)
-        difference = None if row is unlimited else row.weight_difference(unlimited)
-        table.add_row(
-            row.name,
-            "none" if row.limit_bytes is None else format_bytes(row.limit_bytes),
-            f"step {row.steps}" if row.error is None else f"died in step {row.steps + 1}",
-            str(summary.num_oom) if summary else str(int(row.error is not None)),
-            str(summary.num_recovered) if summary else "-",
-            f"{summary.num_failed_attempts} / {over}" if summary else "-",
-            f"{summary.wasted_seconds:.1f}" if summary else "-",
-            f"{row.seconds:.0f}",
-            "-" if row.loss is None or row.error else f"{row.loss:.6f}",
-            "-" if difference is None else f"{difference:.1e}",
-        )
+        table.add_column(heading, justify="right")
+        columns.append(_column(run_, unlimited))
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     return table
+
+
+def _column(one: DemoRun, unlimited: DemoRun) -> dict[str, str]:
+    """Say what the table says of one run, by the name of its row."""
+    summary = one.summary
+    difference = None if one is unlimited else one.weight_difference(unlimited)
+    loss = None if one.error is not None else one.loss
+    over = one.shapes_over_limit(unlimited)
+    return {
+        "limit": "none" if one.limit_bytes is None else format_bytes(one.limit_bytes),
+        "ended": f"died, step {one.steps + 1}" if one.error else f"step {one.steps}",
+        "OOMs met": str(summary.num_oom) if summary else str(int(one.error is not None)),
+        "recovered": str(summary.num_recovered) if summary else "-",
+        "failed attempts per new shape": (
+            f"{summary.num_failed_attempts / over:.2f} ({summary.num_failed_attempts} / {over})"
+            if summary and over
+            else "-"
+        ),
+        "wasted time": f"{summary.wasted_seconds:.1f} s" if summary else "-",
+        "time": f"{one.seconds:.1f} s",
+        "final loss": "-" if loss is None else f"{loss:.6f}",
+        "largest weight difference": "-" if difference is None else f"{difference:.1e}",
+    }

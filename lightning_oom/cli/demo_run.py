@@ -45,7 +45,8 @@ class DemoRun:
         loss: Loss of the last finished step; ``None`` before the first.
         error: First line of the OOM that ended the run; ``None`` when it finished.
         weights: Parameters at the end, on the host.
-        peaks: Largest peak seen for each batch shape (bytes), of the batches that finished.
+        peaks: Largest peak seen for each batch shape (bytes); empty with recovery, which reads peaks
+            itself.
         summary: What :class:`~lightning_oom.OOMRecovery` counted; ``None`` without it.
     """
 
@@ -128,10 +129,11 @@ def train(
         trainer = Trainer(
             **strategy,
             max_steps=steps,
-            max_epochs=-1,
+            max_epochs=1 + steps // len(data.train_dataloader()),
+            limit_train_batches=min(steps, len(data.train_dataloader())),
             gradient_clip_val=1.0,
             log_every_n_steps=1,
-            callbacks=[watch, RichProgressBar(), *([] if recovery is None else [recovery])],
+            callbacks=[_Bar(), watch if recovery is None else recovery],
             logger=TensorBoardLogger(output, name="", version=name),
             enable_checkpointing=False,
             enable_model_summary=False,
@@ -171,6 +173,17 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+class _Bar(RichProgressBar):
+    """A progress bar without the logger's version, which the heading above it has said."""
+
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
 
 
 class _PeakOfEachShape(Callback):
