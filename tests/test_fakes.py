@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from fakes import ListLogger, TinyRegressor, regression_loader
+from fakes import (
+    CUDA_MESSAGE,
+    FailsAt,
+    ListLogger,
+    RowLimit,
+    TinyRegressor,
+    batches_of,
+    cuda_oom,
+    failing,
+    regression_loader,
+)
 from lightning.pytorch import Trainer
+
+from lightning_oom._torch import OutOfMemoryError
 
 
 def small_trainer(**options) -> Trainer:
@@ -50,7 +63,7 @@ def test_the_regressor_trains_and_logs():
     small_trainer(logger=logger).fit(model, regression_loader(400, batch_size=8))
 
     losses = logger.values("train_loss_step")
-    assert model.rows_seen == [8] * 50
+    assert model.rows_seen.numbers == [8] * 50
     assert len(losses) == 50
     assert losses[-1] < losses[0]
 
@@ -91,3 +104,64 @@ def test_the_loader_gives_the_same_rows_whatever_the_global_seed():
     for (a, b), (c, d) in zip(first, second, strict=True):
         assert torch.equal(a, c)
         assert torch.equal(b, d)
+
+
+def test_the_row_limit_fails_above_its_rows_only():
+    """Exactly ``rows`` fit; one more does not, and is counted."""
+    limit = RowLimit(4)
+    x = torch.zeros(5, 2)
+
+    assert limit(x[:4]) is not None
+    with pytest.raises(OutOfMemoryError, match="Tried to allocate"):
+        limit(x)
+    assert limit.refused.numbers == [5]
+    assert RowLimit(None)(x) is x
+
+
+def test_the_cuda_error_has_the_class_and_text_of_torch():
+    """``cuda_oom`` makes a new error each time."""
+    first, second = cuda_oom(), cuda_oom()
+
+    assert isinstance(first, OutOfMemoryError)
+    assert str(first) == CUDA_MESSAGE
+    assert first is not second
+
+
+def test_a_limited_regressor_cannot_train_on_larger_batches():
+    """``fits_rows`` is where training ends without a recovery."""
+    model = TinyRegressor(fits_rows=8)
+
+    with pytest.raises(OutOfMemoryError):
+        small_trainer(logger=False).fit(model, batches_of([8, 9]))
+    assert model.rows_seen.numbers == [8, 9]
+
+
+def test_batches_have_the_asked_for_rows():
+    """``batches_of`` keeps the order and repeats itself."""
+    first, second = list(batches_of([3, 1, 5])), list(batches_of([3, 1, 5]))
+
+    assert [len(x) for x, _ in first] == [3, 1, 5]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
+
+
+def test_chosen_calls_fail():
+    """``FailsAt`` counts its calls from 0; without numbers every call fails."""
+    layer, always = FailsAt(1), FailsAt()
+    x = torch.zeros(3, 2)
+
+    assert layer(x) is x
+    with pytest.raises(OutOfMemoryError):
+        layer(x)
+    assert layer(x) is x
+    assert layer.calls.numbers == [3, 3, 3]
+    with pytest.raises(OutOfMemoryError):
+        always(x)
+
+
+def test_a_failing_model_fails_in_the_chosen_batch():
+    """``failing(1)`` makes models that fail in their second forward, with the given error."""
+    model = failing(1, make_error=lambda: ValueError("mine"))()
+
+    with pytest.raises(ValueError, match="mine"):
+        small_trainer(logger=False).fit(model, batches_of([8, 8, 8]))
+    assert model.rows_seen.numbers == [8, 8]
