@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from lightning_oom import memory
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
@@ -87,6 +89,24 @@ def test_yaml_block_is_part_of_a_config(block) -> None:
     configs = [yaml.safe_load(path.read_text()) for path in (ROOT / "configs").glob("*.yaml")]
 
     assert any(is_subset(part, config) for config in configs)
+
+
+def test_support_matrix_is_the_one_in_the_source() -> None:
+    """The README's table of readings is the table of ``lightning_oom.memory``, cell by cell."""
+    in_source = [
+        re.split(r"\s{2,}", line.replace("``", "`").replace("--", "-").strip())
+        for line in (memory.__doc__ or "").splitlines()
+        if line.startswith(("Quantity", "``"))
+    ]
+    in_readme = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in README.read_text()
+        .partition("| quantity |")[2]
+        .partition("\n\n")[0]
+        .splitlines()
+    ]
+
+    assert in_readme[2:] == in_source[1:]
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)", README.read_text()))
