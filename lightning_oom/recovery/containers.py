@@ -1,0 +1,57 @@
+"""Walk through the containers of a batch without cutting it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_oom.recovery import tensor_types as _tensor_types  # noqa: F401 - enters its types
+from lightning_oom.recovery.batch_types import attribute_tensors, batch_type
+
+__all__ = ["batch_tensors", "copy_containers"]
+
+
+def copy_containers(batch: Any) -> Any:
+    """Copy the containers of a batch and share its leaves.
+
+    What user code does to a container (``batch.pop("labels")``) does not reach the copy; what it
+    does to a tensor in place does.
+
+    Args:
+        batch: Any batch.
+
+    Example:
+        >>> batch = {"x": [1, 2], "y": {"z": "a"}}
+        >>> copied = copy_containers(batch)
+        >>> batch["y"].pop("z"), copied
+        ('a', {'x': [1, 2], 'y': {'z': 'a'}})
+    """
+    kind = batch_type(batch)
+    if kind.role in ("fields", "items"):
+        children = [copy_containers(child) for _, child in kind.children(batch)]
+        return kind.rebuild(batch, children)
+    if isinstance(batch, set):
+        return batch.copy()
+    return batch
+
+
+def batch_tensors(batch: Any) -> list[Tensor]:
+    """List every tensor of a batch, in order, also those without rows.
+
+    Args:
+        batch: Any batch.
+
+    Example:
+        >>> import torch
+        >>> [tensor.ndim for tensor in batch_tensors({"x": torch.zeros(2, 3), "s": torch.tensor(1)})]
+        [2, 0]
+    """
+    if isinstance(batch, Tensor):
+        return [batch]
+    kind = batch_type(batch)
+    if kind.role == "rows":
+        return kind.tensors(batch)
+    if kind.role == "shared":
+        return attribute_tensors(batch) if kind.opaque else []
+    return [tensor for _, child in kind.children(batch) for tensor in batch_tensors(child)]
