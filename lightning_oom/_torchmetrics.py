@@ -11,6 +11,7 @@ from typing import Any
 from torchmetrics import Metric, MetricCollection
 
 __all__ = [
+    "CONSTANT_NAMES",
     "Metric",
     "MetricCollection",
     "add_state",
@@ -24,6 +25,12 @@ __all__ = [
     "state_names",
     "state_of",
 ]
+
+
+CONSTANT_NAMES = frozenset(
+    {"_defaults", "_persistent", "_reductions", "_update_signature", "update", "compute"}
+)
+"""Attributes of a metric that stay as its constructor leaves them."""
 
 
 def is_metric(module: object) -> bool:

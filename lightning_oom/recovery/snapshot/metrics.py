@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_oom._torch import MODULE_INTERNALS
-from lightning_oom._torchmetrics import is_metric
+from lightning_oom._torchmetrics import CONSTANT_NAMES, Metric, is_metric
 from lightning_oom.recovery.snapshot.copies import TensorCopies
 from lightning_oom.recovery.snapshot.values import Capture
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics", "SavedMetrics"]
 
-_SKIP = MODULE_INTERNALS - {"_modules"}  # trackers and collections add children
+_CONSTANT = MODULE_INTERNALS | CONSTANT_NAMES
+_SKIP_CONTAINER = _CONSTANT - {"_modules"}  # trackers and collections add children
 _PLAIN_CONTAINERS = (list, tuple, dict)
 
 
@@ -53,7 +54,10 @@ class Metrics:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._copies = TensorCopies()
-        self._found = list(_find(module))
+        self._found = [
+            (name, metric, _CONSTANT if isinstance(metric, Metric) else _SKIP_CONTAINER)
+            for name, metric in _find(module)
+        ]
 
     @property
     def held_bytes(self) -> int:
@@ -64,7 +68,8 @@ class Metrics:
         """Remember every attribute of every metric."""
         capture = Capture(self._copies, small_bytes=None)
         states = [
-            (name, capture.attributes(vars(metric), skip=_SKIP)) for name, metric in self._found
+            (name, capture.attributes(vars(metric), skip=skip))
+            for name, metric, skip in self._found
         ]
         capture.seal()
         return SavedMetrics(states, self._copies.still_latest())

