@@ -1,0 +1,106 @@
+"""The callback works from a LightningCLI file, and on the console."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from fakes import TinyRegressor, batches_of
+from fits import fit
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+from lightning_oom import OOMRecovery
+
+CONFIG = """
+seed_everything: 3
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: lightning_oom.OOMRecovery
+      init_args:
+        ladder: [release, split]
+        max_rows: 6
+        on_unrecoverable: skip
+        log_merge:
+          accuracy: last
+        verbose: false
+model:
+  fits_rows: 8
+"""
+
+
+class Rows(LightningDataModule):
+    """Three batches, one of them too large."""
+
+    def train_dataloader(self) -> DataLoader:
+        """The batches."""
+        return batches_of([4, 16, 4])
+
+
+def test_a_yaml_file_builds_and_runs_the_callback(tmp_path, monkeypatch):
+    """All constructor arguments are plain values that jsonargparse understands."""
+    config = tmp_path / "recover.yaml"
+    config.write_text(CONFIG)
+    monkeypatch.setattr(sys, "argv", ["train"])
+
+    cli = LightningCLI(
+        TinyRegressor, Rows, args=["fit", "--config", str(config)], save_config_callback=None
+    )
+    (guard,) = [c for c in cli.trainer.callbacks if isinstance(c, OOMRecovery)]
+
+    assert guard.max_rows == 6
+    assert guard.on_unrecoverable == "skip"
+    assert guard.log_merge == {"accuracy": "last"}
+    assert cli.trainer.global_step == 3
+    assert max(cli.model.rows_seen.numbers) <= 6
+
+
+def test_one_line_an_event_and_a_summary_at_the_end(capsys, caplog):
+    """The console says which batch, what was done, and what to write into the config."""
+    caplog.set_level("INFO")
+
+    fit(lambda: TinyRegressor(fits_rows=8), batches_of([8, 32, 8]), OOMRecovery(ladder=("split",)))
+    captured = capsys.readouterr()
+    text = captured.out + captured.err + caplog.text
+
+    assert text.count("out of memory with 32 rows") == 1
+    assert "split into micro-batches" in text
+    assert "1 batch" in text or "1 of" in text or "recovered 1" in text
+
+
+def test_a_silent_guard_prints_nothing(capsys, caplog):
+    """``verbose=False``."""
+    caplog.set_level("INFO")
+
+    fit(lambda: TinyRegressor(fits_rows=8), batches_of([8, 32]), OOMRecovery(verbose=False))
+    captured = capsys.readouterr()
+
+    assert "out of memory" not in captured.out + captured.err + caplog.text
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_yaml_callback_serves_every_subcommand(tmp_path, monkeypatch, stage):
+    """The same file drives evaluation."""
+
+    class EvalRows(Rows):
+        def val_dataloader(self) -> DataLoader:
+            return batches_of([4, 16])
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+    config = tmp_path / "recover.yaml"
+    config.write_text(CONFIG)
+    monkeypatch.setattr(sys, "argv", ["train"])
+
+    cli = LightningCLI(
+        TinyRegressor, EvalRows, args=[stage, "--config", str(config)], save_config_callback=None
+    )
+
+    assert any(isinstance(c, OOMRecovery) for c in cli.trainer.callbacks)
