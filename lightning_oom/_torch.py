@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CPU_KEYS",
     "MODULE_INTERNALS",
+    "SCALER_STATE",
     "NormBase",
     "OutOfMemoryError",
     "TorchDispatchMode",
+    "WatchingMode",
     "aten_operators",
     "base_of",
     "dlpack_of",
@@ -35,6 +37,7 @@ __all__ = [
     "python_backend_bases",
     "read_version",
     "redispatch_of",
+    "scaler_stages",
     "schema_of",
     "set_backward_multithreaded",
     "setup_python_backend",
@@ -76,6 +79,18 @@ def module_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def non_persistent_names(module: torch.nn.Module) -> set[str]:
     """Return the set itself of the buffers that ``module`` leaves out of its state dict."""
     return module._non_persistent_buffers_set
+
+
+class WatchingMode(TorchDispatchMode):
+    """A dispatch mode without the frames that newer releases put around its handler.
+
+    They keep dynamo from compiling the handler, which it does not try while a mode is active, import
+    dynamo at the first operator, and hold the operator's arguments in the traceback of an error.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def schema_of(operator: Any) -> Any:
@@ -152,3 +167,13 @@ def has_kernel(operator: Any, dispatch_key: str) -> bool:
 def redispatch_of(operator: Any) -> Any:
     """Return ``call(keys, *args, **kwargs)``, which runs the operator's kernel for those keys."""
     return operator._handle.redispatch_boxed
+
+
+SCALER_STATE = ("_scale", "_growth_tracker")
+"""Tensors that ``torch.amp.GradScaler`` makes when it is first used."""
+
+
+def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """Return the mapping itself of optimizer id -> whether its gradients were unscaled."""
+    stages: dict[int, dict[str, Any]] = scaler._per_optimizer_states
+    return stages

@@ -16,7 +16,7 @@ from lightning_oom.units import format_bytes
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CappedLimit", "MemoryLimit", "can_cap"]
+__all__ = ["CappedLimit", "MemoryLimit", "can_cap", "is_there"]
 
 _NEEDED = (
     "max_memory_allocated",
@@ -182,6 +182,14 @@ class _LimitReader(DeviceReader):
 
     def release_cached(self, device: torch.device) -> int | None:
         return reader_of(device, below=self).release_cached(device)
+
+
+def is_there(device: torch.device) -> bool:
+    """Say whether this machine has devices of the type of ``device``."""
+    if device.type == "cpu":
+        return True
+    module = getattr(torch, device.type, None)
+    return module is not None and bool(getattr(module, "is_available", lambda: True)())
 
 
 def can_cap(device: torch.device) -> bool:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-from lightning_oom._torch import TorchDispatchMode, read_version, sparse_parts
-from lightning_oom.testing.operators import PLAIN, OperatorRole, desugars, role_of
+from lightning_oom._torch import WatchingMode, read_version, sparse_parts
+from lightning_oom.testing.operators import PLAIN, ROLES, OperatorRole, desugars, role_of
 from lightning_oom.testing.resizing import TensorGeometry, notice_resizes, written_tensors
 
 __all__ = ["AllocationWatcher", "StorageLedger", "storages_in"]
@@ -80,7 +80,7 @@ class StorageLedger:
             self.live_bytes -= ref.num_bytes
 
 
-class AllocationWatcher(TorchDispatchMode):
+class AllocationWatcher(WatchingMode):
     """See each new allocation inside a ``with`` block, and refuse it if the subclass says so.
 
     A subclass overrides :meth:`refuses` and :meth:`make_error`. The refused tensor has been freed
@@ -106,6 +106,7 @@ class AllocationWatcher(TorchDispatchMode):
         self.device = device
         self.ledger = StorageLedger()
         self._forked = False
+        self._counted: dict[torch.device, bool] = {}  # to read the type of a device is slow
         self._stop_noticing: Callable[[], None] | None = None
 
     def refuses(self, operator: Any, num_bytes: int) -> bool:
@@ -118,15 +119,18 @@ class AllocationWatcher(TorchDispatchMode):
 
     def counts(self, device: torch.device) -> bool:
         """Say whether allocations on ``device`` are watched."""
-        mine = self.device
-        return mine is None or (
-            mine.type == device.type and (mine.index is None or mine.index == device.index)
-        )
+        counted = self._counted.get(device)
+        if counted is None:
+            mine = self.device
+            counted = self._counted[device] = device.type != "meta" and (
+                mine is None or (mine.type == device.type and mine.index in (None, device.index))
+            )
+        return counted
 
     def saw_resize(self, storage: torch.UntypedStorage, bytes_before: int) -> bool:
         """Count a storage that was resized in place; say whether it must not be."""
         grown_bytes = storage.nbytes() - bytes_before
-        if not grown_bytes or not self.counts(storage.device) or self._sleeps():
+        if not grown_bytes or not self.counts(storage.device) or (self._forked and self._sleeps()):
             return False
         self.ledger.resize(storage)
         return grown_bytes > 0 and self.refuses("UntypedStorage.resize_", grown_bytes)
@@ -151,10 +155,12 @@ class AllocationWatcher(TorchDispatchMode):
         if types and desugars(types):
             return NotImplemented
         kwargs = kwargs or {}
-        role = role_of(func)
+        role = ROLES.get(func) or role_of(func)
+        if role is PLAIN:
+            return func(*args, **kwargs)
         if role.bumps_versions:
             return _run_and_bump(func, args, kwargs)
-        if role is PLAIN or self._sleeps():
+        if self._forked and self._sleeps():
             return func(*args, **kwargs)
         if role.writes:
             return self._run_resizing(func, role, args, kwargs)
@@ -195,14 +201,15 @@ class AllocationWatcher(TorchDispatchMode):
         return max(grown_bytes, 0)
 
     def _sleeps(self) -> bool:
-        if not self._forked:
-            return False
+        """Say whether this is a forked process, other than one that trains in a group."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return not distributed or get_worker_info() is not None
 
 
 def storages_in(value: Any, watcher: AllocationWatcher) -> list[torch.UntypedStorage]:
     """List the storages of the tensors in an operator's result that ``watcher`` counts."""
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return [value.untyped_storage()] if watcher.counts(value.device) else []
     if isinstance(value, torch.Tensor):
         return _storages_of(value) if watcher.counts(value.device) else []
     if isinstance(value, (tuple, list)):
@@ -213,7 +220,7 @@ def storages_in(value: Any, watcher: AllocationWatcher) -> list[torch.UntypedSto
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
-        return [] if storage.device.type == "meta" else [storage]
+        return [] if storage.device.type == "meta" else [storage]  # a fake tensor holds nothing
     return [part.untyped_storage() for part in sparse_parts(tensor)]
 
 

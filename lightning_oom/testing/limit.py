@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_oom._torch import OutOfMemoryError, tree_leaves
-from lightning_oom.testing.active import CappedLimit, MemoryLimit, can_cap
+from lightning_oom.testing.active import CappedLimit, MemoryLimit, can_cap, is_there
 from lightning_oom.testing.allocations import AllocationWatcher, storages_in
 from lightning_oom.testing.messages import cuda_oom_message
 from lightning_oom.units import format_bytes, parse_bytes
@@ -38,7 +38,8 @@ def memory_limit(limit: int | str, *, device: torch.device | str | None = None) 
         also be read after the block.
 
     Raises:
-        ValueError: ``limit`` is no amount of memory, is 0, or is more than a capped device has.
+        ValueError: ``limit`` is no amount of memory, is 0, or is more than a capped device has; the
+            device is not there.
 
     Note:
         What was made before the block counts only once it is given to
@@ -67,6 +68,8 @@ def memory_limit(limit: int | str, *, device: torch.device | str | None = None) 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if not is_there(device):
+        raise ValueError(f"{device} is not available on this machine: name another device")
     if can_cap(device):
         return CappedLimit(limit_bytes, device)
     return WatchedLimit(limit_bytes, device)

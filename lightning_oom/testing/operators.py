@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_oom._torch import schema_of
 
-__all__ = ["PLAIN", "OperatorRole", "desugars", "role_of"]
+__all__ = ["PLAIN", "ROLES", "OperatorRole", "desugars", "role_of"]
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _WRAPPERS_OF_TORCH = ("torch.", "torchao.")
@@ -34,15 +34,17 @@ class OperatorRole:
 PLAIN = OperatorRole()
 """The role of views, of in-place changes and of everything else that allocates nothing."""
 
-_roles: dict[Any, OperatorRole] = {}
+ROLES: dict[Any, OperatorRole] = {}
+"""The roles of the operators that were met so far."""
+
 _desugars: dict[Any, bool] = {}
 
 
 def role_of(operator: Any) -> OperatorRole:
     """Return what ``operator`` does to memory; one dictionary look-up after the first call."""
-    role = _roles.get(operator)
+    role = ROLES.get(operator)
     if role is None:
-        role = _roles[operator] = _find_role(operator)
+        role = ROLES[operator] = _find_role(operator)
     return role
 
 
