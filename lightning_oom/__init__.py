@@ -1,1 +1,54 @@
-"""Callbacks for PyTorch Lightning that survive, foresee and explain CUDA out of memory."""
+"""Callbacks for PyTorch Lightning that survive, foresee and explain CUDA out of memory.
+
+The names below are imported when they are first used: the package brings a pytest plugin, which
+must not make every test session of an environment import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_oom import errors, testing
+    from lightning_oom.callbacks.oom_recovery import OOMRecovery
+    from lightning_oom.memory import MemoryReading, read_memory
+    from lightning_oom.recovery.classify import OOMCause, classify_oom
+    from lightning_oom.recovery.events import RecoverySummary, StepOutcome
+
+__all__ = [
+    "MemoryReading",
+    "OOMCause",
+    "OOMRecovery",
+    "RecoverySummary",
+    "StepOutcome",
+    "classify_oom",
+    "errors",
+    "read_memory",
+    "testing",
+]
+
+_HOMES = {
+    "MemoryReading": "lightning_oom.memory",
+    "OOMCause": "lightning_oom.recovery.classify",
+    "OOMRecovery": "lightning_oom.callbacks.oom_recovery",
+    "RecoverySummary": "lightning_oom.recovery.events",
+    "StepOutcome": "lightning_oom.recovery.events",
+    "classify_oom": "lightning_oom.recovery.classify",
+    "read_memory": "lightning_oom.memory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in __all__:
+        found = importlib.import_module(f"lightning_oom.{name}")
+    else:
+        raise AttributeError(f"module 'lightning_oom' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
