@@ -11,20 +11,14 @@ them), errors raised after something had moved.
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 import time
-import warnings
 from functools import partial
-from pathlib import Path
 
-import torch
+from silence import be_quiet  # isort: skip  puts the tests on the path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "integration")]
-
-from fault_campaign import run_campaign  # noqa: E402 found through the path above
-from naive import NaiveRetry  # noqa: E402 as above
-from scenarios import EXACT, ON_SIMULATED_GPU, SEPARABLE  # noqa: E402 as above
+from fault_campaign import run_campaign
+from naive import NaiveRetry
+from scenarios import EXACT, ON_SIMULATED_GPU, SEPARABLE
 
 HEADER = f"{'configuration':<66} {'K':>5} {'injected':>8} {'exact':>6} {'differ':>6} {'refused':>7}"
 
@@ -61,14 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
 RUNGS = ("release", "chunk", "split")
 
 
-def _quietly() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for package in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(package).setLevel(logging.ERROR)
-        logging.getLogger(f"{package}.utilities.rank_zero").setLevel(logging.ERROR)
-
-
 if __name__ == "__main__":
-    _quietly()
+    be_quiet()
     raise SystemExit(main())

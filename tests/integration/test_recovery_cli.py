@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 from fakes import TinyRegressor, batches_of
 from fits import fit
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
-from torch.utils.data import DataLoader
 
 from lightning_oom import OOMRecovery
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 CONFIG = """
 seed_everything: 3
