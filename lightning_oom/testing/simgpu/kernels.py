@@ -1,0 +1,180 @@
+"""Kernels written by hand: copies between host and device, storages, views, resizing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_oom._torch import CPU_KEYS, redispatch_of
+from lightning_oom.memory.allocator import AllocationFailure
+from lightning_oom.testing.simgpu.devices import DEVICE_TYPE, SimDevice, find_device
+from lightning_oom.testing.simgpu.storage import adopt, host_view, oom_error
+
+__all__ = ["MANUAL_KERNELS", "run_on_metadata"]
+
+_aten = torch.ops.aten
+_CPU = torch.device("cpu")
+_copy = redispatch_of(_aten.copy_.default)
+_to_copy = redispatch_of(_aten._to_copy.default)  # noqa: SLF001 - an operator's name
+_empty_strided = redispatch_of(_aten.empty_strided.default)
+_empty = redispatch_of(_aten.empty.memory_format)
+_set_storage = redispatch_of(_aten.set_.source_Storage_storage_offset)
+
+
+def run_on_metadata(operator: Any) -> Any:
+    """Return a kernel for an operator that only reads and writes sizes, strides and storage.
+
+    Torch's CPU kernel for it works on tensors of any device.
+    """
+    run = redispatch_of(operator)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return run(CPU_KEYS, *args, **kwargs)
+
+    return kernel
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the CPU tensor behind a device tensor, any other tensor as it is."""
+    return host_view(tensor) if tensor.device.type == DEVICE_TYPE else tensor
+
+
+def adopt_or_raise(host: torch.Tensor, device: SimDevice) -> torch.Tensor:
+    """Adopt a fresh CPU tensor, or raise the device's out-of-memory error."""
+    tensor = adopt(host, device)
+    if isinstance(tensor, AllocationFailure):
+        del host
+        raise oom_error(tensor, device)
+    return tensor
+
+
+def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Write ``src`` into ``self``; either may be on the host."""
+    _copy(CPU_KEYS, to_host(self), to_host(src), non_blocking)
+    return self
+
+
+def copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Write ``self`` into ``dst``; either may be on the host."""
+    _copy(CPU_KEYS, to_host(dst), to_host(self), non_blocking)
+    return dst
+
+
+def copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+    """Write ``self`` into ``dst`` after giving it the same form."""
+    dst.resize_(self.shape)
+    return copy_from(self, dst)
+
+
+def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Copy a tensor to another dtype, layout or device, from or to the simulated one."""
+    place = kwargs.pop("device", None)
+    kwargs.pop("pin_memory", None)
+    host = _to_copy(CPU_KEYS, to_host(self), device=_CPU, **kwargs)
+    if place is not None and place.type == "cpu":
+        return host  # type: ignore[no-any-return]  # a torch operator
+    if place is not None and place.type != DEVICE_TYPE:
+        return host.to(place)  # type: ignore[no-any-return]  # a torch operator
+    return adopt_or_raise(host, find_device(self.device if place is None else place))
+
+
+def empty(
+    size: Any, *, device: torch.device, pin_memory: bool | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Make an uninitialised device tensor."""
+    _refuse_pinned(pin_memory)
+    return adopt_or_raise(_empty(CPU_KEYS, size, device=_CPU, **kwargs), find_device(device))
+
+
+def empty_strided(
+    size: Any, stride: Any, *, device: torch.device, pin_memory: bool | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Make an uninitialised device tensor with given strides."""
+    _refuse_pinned(pin_memory)
+    host = _empty_strided(CPU_KEYS, size, stride, device=_CPU, **kwargs)
+    return adopt_or_raise(host, find_device(device))
+
+
+def _refuse_pinned(pin_memory: bool | None) -> None:
+    if pin_memory:
+        raise RuntimeError("Only dense CPU tensors can be pinned")
+
+
+def resize_(
+    self: torch.Tensor, size: Any, *, memory_format: torch.memory_format | None = None
+) -> torch.Tensor:
+    """Give ``self`` another shape; a storage that is too small is replaced by a larger one."""
+    like = _empty(CPU_KEYS, size, dtype=self.dtype, device=_CPU, memory_format=memory_format)
+    offset = self.storage_offset()
+    storage = self.untyped_storage()
+    needed = (offset + like.numel()) * self.itemsize
+    if needed > storage.nbytes():
+        grown = _empty(CPU_KEYS, (needed,), dtype=torch.uint8, device=_CPU)
+        old = _bytes_of(self)
+        grown[: old.numel()].copy_(old)
+        storage = adopt_or_raise(grown, find_device(self.device)).untyped_storage()
+    return _set_storage(CPU_KEYS, self, storage, offset, like.shape, like.stride())  # type: ignore[no-any-return]  # a torch operator
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage behind a device tensor as host bytes."""
+    host = tensor.untyped_storage().host  # type: ignore[attr-defined]  # set by adopt
+    view = _empty(CPU_KEYS, (0,), dtype=torch.uint8, device=_CPU)
+    storage = host.untyped_storage()
+    return _set_storage(CPU_KEYS, view, storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]  # a torch operator
+
+
+def set_storage(
+    self: torch.Tensor, source: Any, storage_offset: int = 0, size: Any = None, stride: Any = ()
+) -> torch.Tensor:
+    """Point ``self`` at another device storage."""
+    if size is None:
+        size, stride = (source.nbytes() // self.itemsize,), (1,)
+    return _set_storage(CPU_KEYS, self, source, storage_offset, size, stride)  # type: ignore[no-any-return]  # a torch operator
+
+
+def set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Point ``self`` at the storage of ``source``, with its form."""
+    return set_storage(
+        self, source.untyped_storage(), source.storage_offset(), source.shape, source.stride()
+    )
+
+
+def set_empty(self: torch.Tensor) -> torch.Tensor:
+    """Let go of the storage."""
+    blank = _empty(CPU_KEYS, (0,), dtype=self.dtype, device=_CPU)
+    return set_tensor(self, adopt_or_raise(blank, find_device(self.device)))
+
+
+def is_pinned(self: torch.Tensor, device: torch.device | None = None) -> bool:
+    """Device memory is never pinned."""
+    return False
+
+
+def record_stream(self: torch.Tensor, s: Any) -> None:
+    """There is one stream; nothing to remember."""
+
+
+def has_compatible_shallow_copy_type(self: torch.Tensor, from_: torch.Tensor) -> bool:
+    """Let ``parameter.data`` move between host and device, so that parameters keep their identity."""
+    return self.layout is from_.layout
+
+
+MANUAL_KERNELS: dict[str, Any] = {
+    "_has_compatible_shallow_copy_type": has_compatible_shallow_copy_type,
+    "copy_": copy_,
+    "_copy_from": copy_from,
+    "_copy_from_and_resize": copy_from_and_resize,
+    "_to_copy": to_copy,
+    "empty.memory_format": empty,
+    "empty_strided": empty_strided,
+    "resize_": resize_,
+    "set_.source_Storage": set_storage,
+    "set_.source_Storage_storage_offset": set_storage,
+    "set_.source_Tensor": set_tensor,
+    "set_": set_empty,
+    "is_pinned": is_pinned,
+    "record_stream": record_stream,
+}
+"""By operator name within ``aten``."""
