@@ -26,6 +26,7 @@ from lightning_oom.recovery.snapshot.metrics import Metrics
 from lightning_oom.recovery.snapshot.parameters import ParameterVersions
 from lightning_oom.recovery.snapshot.part import LearningPart, Part, Saved
 from lightning_oom.recovery.snapshot.rng import RandomState
+from lightning_oom.recovery.snapshot.tally import merge_attributes
 
 __all__ = [
     "Attributes",
@@ -41,4 +42,5 @@ __all__ = [
     "SavedBatch",
     "SavedSnapshot",
     "Snapshot",
+    "merge_attributes",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_oom._torch import MODULE_INTERNALS
 from lightning_oom.recovery.snapshot.copies import TensorCopies
-from lightning_oom.recovery.snapshot.values import Capture
+from lightning_oom.recovery.snapshot.values import MAX_DEPTH, Capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -114,3 +114,18 @@ class SavedAttributes:
         for prefix, state in self.states:
             state.restore(prefix, lost)
         return tuple(lost)
+
+    def counters(self) -> dict[str, float]:
+        """Return the present value of every number, by path; numbers in a dictionary too."""
+        found: dict[str, float] = {}
+        for prefix, owner in self.owners:
+            _count(prefix, vars(owner), found, depth=0)
+        return found
+
+
+def _count(prefix: str, namespace: dict[str, Any], found: dict[str, float], *, depth: int) -> None:
+    for name, value in namespace.items():
+        if type(value) in (int, float):
+            found[f"{prefix}{name}"] = value
+        elif depth < MAX_DEPTH and isinstance(value, dict) and name not in MODULE_INTERNALS:
+            _count(f"{prefix}{name}.", value, found, depth=depth + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,13 +39,6 @@ class Snapshot:
         """Take every part."""
         return SavedSnapshot([(part, part.take()) for part in self.parts])
 
-    def learn(self, saved: SavedSnapshot) -> None:
-        """Show the parts that can learn what the step since ``saved`` changed."""
-        for part, state in saved.states:
-            learn = getattr(part, "learn", None)
-            if learn is not None:
-                learn(state)
-
     @property
     def held_bytes(self) -> int:
         """Bytes of tensor copies that the parts hold."""
@@ -60,8 +53,15 @@ class SavedSnapshot:
     def __init__(self, states: list[tuple[Part, Saved]]) -> None:
         self.states = states
 
-    def of(self, part: Part) -> Saved:
-        """Return what was saved of ``part``.
+    def learn(self) -> None:
+        """Show the parts that can learn what the step since has changed, once it has succeeded."""
+        for part, state in self.states:
+            learn = getattr(part, "learn", None)
+            if learn is not None:
+                learn(state)
+
+    def of(self, part: Part) -> Any:
+        """Return what was saved of ``part``, with whatever else that part's state can do.
 
         Raises:
             KeyError: The part is not in the snapshot.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lightning_oom.recovery.snapshot.remembered import Attributes
 
-__all__ = ["Metrics", "SavedMetrics"]
+__all__ = ["Metrics", "SavedMetrics", "find_metrics"]
 
 _CONSTANT = MODULE_INTERNALS | CONSTANT_NAMES
 _SKIP_CONTAINER = _CONSTANT - {"_modules"}  # trackers and collections add children
@@ -56,7 +56,7 @@ class Metrics:
         self._copies = TensorCopies()
         self._found = [
             (name, metric, _CONSTANT if isinstance(metric, Metric) else _SKIP_CONTAINER)
-            for name, metric in _find(module)
+            for name, metric in find_metrics(module)
         ]
 
     @property
@@ -97,7 +97,8 @@ class SavedMetrics:
         return tuple(lost)
 
 
-def _find(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def find_metrics(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield every torchmetrics object that ``module`` holds, with its path ending in a dot."""
     seen: set[int] = set()
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""

@@ -164,7 +164,7 @@ class Container(Remembered):
         self._refer = _weakly(value) if self.weak else _strongly(value)
         self._make = _maker(value) if self.weak else None
         self._type = type(value)
-        self._entries = entries
+        self.entries = entries
 
     @override
     def recall(self, path: str, lost: list[str], current: Any) -> Any:
@@ -176,7 +176,7 @@ class Container(Remembered):
         if target is None:
             lost.append(path)
             return GONE
-        entries = self._entries.recall(path, lost, target)
+        entries = self.entries.recall(path, lost, target)
         if not _same_entries(target, entries):
             _refill(target, entries)
         return target
@@ -203,11 +203,11 @@ class Tuple(Remembered):
         self.weak = entries.weak
         self._type: Any = type(value)
         self._value = None if self.weak else value
-        self._entries = entries
+        self.entries = entries
 
     @override
     def recall(self, path: str, lost: list[str], current: Any) -> Any:
-        entries = self._entries.recall(path, lost, current)
+        entries = self.entries.recall(path, lost, current)
         if self._value is not None:
             return self._value
         return self._type._make(entries) if hasattr(self._type, "_make") else tuple(entries)
@@ -219,20 +219,20 @@ class Attributes:
     def __init__(
         self, namespace: dict[str, Any], entries: Entries, skip: Collection[str] = ()
     ) -> None:
-        self._namespace, self._entries, self._skip = namespace, entries, skip
+        self._namespace, self.entries, self._skip = namespace, entries, skip
 
     @property
     def weak(self) -> bool:
         """See :attr:`Remembered.weak`."""
-        return self._entries.weak
+        return self.entries.weak
 
     def restore(self, prefix: str, lost: list[str]) -> None:
         """Bind every name to the object it had, and drop the names that are new."""
-        namespace, plain = self._namespace, self._entries.plain
+        namespace, plain = self._namespace, self.entries.plain
         for name in namespace.keys() - plain.keys():
             if name not in self._skip:
                 del namespace[name]
-        children = dict(self._entries.children)
+        children = dict(self.entries.children)
         for name, value in plain.items():
             child = children.get(name)
             if child is None:
