@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["FixedRandomness", "fixed_randomness"]
+__all__ = ["FixedRandomness", "fixed_randomness", "uses_cuda"]
 
 _UNIFORM, _NORMAL = 0.5, 0.3
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -96,11 +96,17 @@ def fixed_randomness(*, devices: Iterable[torch.device | str] = ()) -> Iterator[
         restore()
 
 
+def uses_cuda() -> bool:
+    """Whether CUDA has been started in this process; does not start it."""
+    is_initialized: Callable[[], bool] = torch.cuda.is_initialized
+    return is_initialized()
+
+
 def _remember_generators(devices: Iterable[torch.device | str]) -> Callable[[], None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from the global generator
     cpu_state = torch.get_rng_state()
     wanted = {torch.device(device) for device in devices}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if uses_cuda():
         wanted |= {torch.device("cuda", index) for index in range(torch.cuda.device_count())}
     states = []
     for device in wanted:

@@ -22,6 +22,8 @@ _KEPT_GROUPS = 16
 _READ_EVERY = 16
 _MAX_BACKOFF = 10
 _STEP_DOWN = 0.98
+_SURPRISES = 2
+_FEW_PEAKS = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +120,8 @@ class RowsPolicy:
         self._largest_fit = 0
         self._held_back = False
         self._backoff = 0
+        self._num_surprises = 0
+        self._num_successes = 0
         self._probe: _Probe | None = None
 
     def propose(
@@ -387,12 +391,15 @@ class RowsPolicy:
         probe = self._probe
         if probe is None or probe.place is not place:
             self._num_held_back += self._held_back
+            self._num_successes += 1
+            if self._num_successes % self.grow_after == 0:
+                self._num_surprises = 0
             return
         self._probe = None
         if rows_together >= probe.rows:
             self._usable_fraction = max(self._usable_fraction, probe.usable_fraction)
             self._backoff = max(0, self._backoff - 1)
-            self._num_held_back = self._wait() * 3 // 4
+            self._num_held_back = self._wait()  # go on probing until one fails
 
     def _wait(self) -> int:
         return int(self.grow_after * 2**self._backoff)
@@ -400,16 +407,21 @@ class RowsPolicy:
     def _lower_expectations(
         self, place: _Place, rows: int, limit_bytes: int, base_bytes: int
     ) -> None:
-        """Blame the model for a surprising failure where it had to extrapolate, else the device."""
+        """Blame the model for a surprising failure where it had to extrapolate.
+
+        Elsewhere one may be noise, and the second is a device that holds less than it says.
+        """
         peaks = place.group.peaks
         expected = peaks.predict(place.dims, rows)
         target = self._target(limit_bytes)
         if expected is None or target is None or expected + base_bytes > target:
             return
-        if peaks.is_familiar(place.dims):
-            self._usable_fraction *= _STEP_DOWN * (expected + base_bytes) / target
-        else:
+        if len(peaks) < _FEW_PEAKS or not peaks.is_familiar(place.dims):
             peaks.observe(place.dims, rows, limit_bytes - base_bytes)
+            return
+        self._num_surprises += 1
+        if self._num_surprises >= _SURPRISES:
+            self._usable_fraction *= _STEP_DOWN * (expected + base_bytes) / target
 
 
 def _balance(rows: int, rows_together: int) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from lightning_oom.recovery.batches import batch_tensors, count_rows, take_rows
 from lightning_oom.recovery.classify import classify_oom
-from lightning_oom.recovery.randomness import FixedRandomness, fixed_randomness
+from lightning_oom.recovery.randomness import FixedRandomness, fixed_randomness, uses_cuda
 from lightning_oom.recovery.slices import choose_windows
 
 if TYPE_CHECKING:
@@ -306,11 +306,7 @@ def _to_host(gradient: Tensor | None) -> np.ndarray:
 def _tolerance_for(dtype: torch.dtype | None) -> float:
     tolerance = _TOLERANCES[dtype]
     uses_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    return 10 * tolerance if dtype is None and uses_tf32 and _uses_cuda() else tolerance
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return 10 * tolerance if dtype is None and uses_tf32 and uses_cuda() else tolerance
 
 
 def _refused(reason: str) -> Separability:
