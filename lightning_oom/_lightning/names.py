@@ -1,0 +1,80 @@
+"""The private names of Lightning that the recovery uses, and the check that they are there.
+
+Checked on Lightning 2.4 to 2.6. One table serves the self-check at setup and the test suite.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["PRIVATE_NAMES", "missing_names"]
+
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    # where it is -> name, or "name(parameters)" where the form matters
+    "trainer": ("_results", "_logger_connector"),
+    "trainer._logger_connector": ("_current_fx", "_first_loop_iter"),
+    "trainer.fit_loop.epoch_loop.automatic_optimization": (
+        "_make_closure(kwargs, optimizer, batch_idx)",
+        "_make_step_fn(kwargs)",
+        "output_result_cls",
+        "optim_progress.optimizer.zero_grad.total",
+        "optim_progress.optimizer.zero_grad.current",
+    ),
+    "trainer.strategy": (
+        "training_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+        "batch_to_device(batch, device, dataloader_idx)",
+        "backward",
+        "precision_plugin",
+    ),
+    "trainer.precision_plugin": (
+        "post_backward(tensor, module)",
+        "_after_closure(model, optimizer)",
+    ),
+    "module": ("_current_fx_name", "_apply_batch_transfer_handler"),
+}
+"""Every name is looked up on live objects at setup, so that a moved one is noticed before it hurts."""
+
+
+def missing_names(trainer: Trainer, module: LightningModule) -> list[str]:
+    """Return the names that are gone or have another form; empty when the recovery can run.
+
+    Args:
+        trainer: The trainer, at any time after its construction.
+        module: The module it trains.
+    """
+    roots: dict[str, Any] = {"trainer": trainer, "module": module}
+    missing = []
+    for place, names in PRIVATE_NAMES.items():
+        root, _, path = place.partition(".")
+        try:
+            owner = _follow(roots[root], path)
+        except AttributeError:
+            missing.append(place)
+            continue
+        missing += [f"{place}.{name}" for name in names if not _has(owner, name)]
+    return missing
+
+
+def _follow(owner: Any, path: str) -> Any:
+    for name in path.split(".") if path else ():
+        owner = getattr(owner, name)
+    return owner
+
+
+def _has(owner: Any, name: str) -> bool:
+    path, _, form = name.partition("(")
+    try:
+        found = _follow(owner, path)
+    except AttributeError:
+        return False
+    if not form:
+        return True
+    wanted = [part.strip() for part in form.rstrip(")").split(",")]
+    return list(inspect.signature(found).parameters) == wanted

@@ -1,0 +1,209 @@
+"""What is in place while one trainer runs: guards, snapshots, programs; all of it with an undo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lightning_oom._lightning.closing import install_closing_guard
+from lightning_oom._lightning.evaluation import EvaluationSetup, install_steps
+from lightning_oom._lightning.train import TrainSetup, install_closures
+from lightning_oom._lightning.transfer import Transfer
+from lightning_oom.memory import read_memory, release_cached
+from lightning_oom.recovery.classify import OOMCause, classify_oom
+from lightning_oom.recovery.cleanup import collect_garbage
+from lightning_oom.recovery.ladder import Ladder, ReleaseRung
+from lightning_oom.recovery.optimizer import OptimizerGuard, is_guardable
+from lightning_oom.recovery.scaler import LossScaler
+from lightning_oom.recovery.snapshot import (
+    Attributes,
+    Buffers,
+    Metrics,
+    ParameterVersions,
+    RandomState,
+)
+from lightning_oom.recovery.step import GuardedStep
+from lightning_oom.undo import UndoStack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lightning.pytorch import LightningModule, Trainer
+    from torch import Tensor
+
+    from lightning_oom._lightning.evaluation import EvaluationProgram
+    from lightning_oom._lightning.train import TrainProgram
+    from lightning_oom.memory import MemoryReading
+    from lightning_oom.recovery.events import StepOutcome
+    from lightning_oom.recovery.knowledge import Knowledge, RowsPolicies
+    from lightning_oom.recovery.snapshot.part import Part
+
+__all__ = ["RecoveryOptions", "RecoverySession"]
+
+_MODULE_ATTRIBUTES_OF_LIGHTNING = ("_trainer", "_current_fx_name", "_fabric", "_hparams")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryOptions:
+    """What the user may set; see :class:`~lightning_oom.OOMRecovery`."""
+
+    ladder: Ladder
+    weight_fn: Callable[[Any], float | Tensor] | None = None
+    split_fn: Callable[[Any, int], Sequence[Any]] | None = None
+    log_merge: dict[str, str] = field(default_factory=dict)
+    skip: bool = False
+    split_inseparable: bool = False
+    max_rows: int | None = None
+
+
+class RecoverySession:
+    """The guards of one trainer, from the first batch to teardown.
+
+    Args:
+        trainer: The trainer, after its strategy has put the module on its device.
+        module: The module it runs.
+        options: What the user has set.
+        knowledge: What earlier sessions have learnt; goes on learning.
+        is_wanted: Asked at every step; while it says no, errors pass through.
+        report: Called with the outcome of each batch that ran out of memory, and its stage.
+        report_optimizer: Called with a sentence after an update or clipping that was finished.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        options: RecoveryOptions,
+        knowledge: Knowledge,
+        is_wanted: Callable[[], bool],
+        report: Callable[[StepOutcome], None],
+        report_optimizer: Callable[[str], None],
+    ) -> None:
+        self.trainer = trainer
+        self.device = trainer.strategy.root_device
+        self.options = options
+        self.knowledge = knowledge
+        self.is_wanted = is_wanted
+        self.report = report
+        self.report_optimizer = report_optimizer
+        self._undos = UndoStack()
+        randomness = RandomState([self.device])
+        self._attributes = Attributes(module, ignore=_MODULE_ATTRIBUTES_OF_LIGHTNING)
+        self._parts: list[Part] = [
+            randomness,
+            Buffers(module),
+            Metrics(module),
+            self._attributes,
+            ParameterVersions(module),
+        ]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self._parts.append(LossScaler(scaler))
+        self._transfer = Transfer(
+            trainer,
+            classify=self.classify,
+            release=self.release,
+            read=self.read,
+            randomness=randomness,
+        )
+        self._undos.push(self._transfer.install())
+        self._guard_evaluation()
+
+    def close(self) -> None:
+        """Put every replaced object back."""
+        self._undos()
+
+    # -- guards
+    def _guard_evaluation(self) -> None:
+        options = self.options
+        setup = EvaluationSetup(
+            self.trainer,
+            transfer=self._transfer,
+            attributes=self._attributes,
+            split_fn=options.split_fn,
+            log_merge=options.log_merge,
+        )
+        rungs = [rung for rung in options.ladder.rungs if rung.name != "chunk"]
+        guarded = self._guarded_step(Ladder(rungs or [ReleaseRung()]), self.knowledge.evaluation)
+
+        def run(program: EvaluationProgram) -> Any:
+            return guarded.run(program) if self.is_wanted() else program.run_whole(attempt=1)
+
+        self._undos.push(install_steps(setup, run))
+
+    def guard_training(self) -> None:
+        """Guard the closures of automatic optimization."""
+        options = self.options
+        setup = TrainSetup(
+            self.trainer,
+            transfer=self._transfer,
+            attributes=self._attributes,
+            weight_fn=options.weight_fn,
+            split_fn=options.split_fn,
+            log_merge=options.log_merge,
+        )
+        setup.zero_first = self.knowledge.zero_first and setup.may_zero_first
+        guarded = self._guarded_step(options.ladder, self.knowledge.training)
+
+        def run(program: TrainProgram) -> Any:
+            if not self.is_wanted():
+                return program.run_plain()
+            result = guarded.run(program)
+            self.knowledge.zero_first = setup.zero_first
+            return result
+
+        self._undos.push(install_closures(setup, run))
+
+    def guard_optimizers(self) -> None:
+        """Guard updates, clipping and unscaling, once the optimizers exist."""
+        for optimizer in self.trainer.optimizers:
+            if is_guardable(optimizer):
+                guard = OptimizerGuard(
+                    optimizer,
+                    device=self.device,
+                    release=self.release,
+                    report=self.report_optimizer,
+                )
+                self._undos.push(guard.install())
+        self._undos.push(
+            install_closing_guard(
+                self.trainer,
+                parts=self._parts,
+                classify=self.classify,
+                release=self.release,
+                report=self.report_optimizer,
+            )
+        )
+
+    def _guarded_step(self, ladder: Ladder, policies: RowsPolicies) -> GuardedStep:
+        options = self.options
+        return GuardedStep(
+            device=self.device,
+            parts=self._parts,
+            ladder=ladder,
+            policies=policies,
+            report=self.report,
+            split_fn=options.split_fn,
+            max_rows=options.max_rows,
+            split_inseparable=options.split_inseparable,
+            on_unrecoverable="skip" if options.skip else "raise",
+        )
+
+    # -- the device
+    def classify(self, error: Exception) -> OOMCause | None:
+        """Return the cause of an error that may be recovered from on this device."""
+        cause = classify_oom(error)
+        return cause if cause is not None and cause.recoverable_on(self.device.type) else None
+
+    def release(self) -> None:
+        """Collect garbage, then empty the cache."""
+        collect_garbage()
+        release_cached(self.device)
+
+    def read(self) -> MemoryReading | None:
+        """Return the device's counters; ``None`` when even that fails."""
+        try:
+            return read_memory(self.device)
+        except Exception:
+            return None

@@ -1,0 +1,392 @@
+"""A batch of automatic optimization as a program that can be run whole, chunked or in parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_oom._lightning.progress import Progress
+from lightning_oom._lightning.results import LogRecorder, ResultsPart
+from lightning_oom._lightning.support import overrides
+from lightning_oom.recovery.batches import count_rows, split_batch
+from lightning_oom.recovery.batchnorm import merged_batchnorm
+from lightning_oom.recovery.chunked import chunked_children
+from lightning_oom.recovery.gradients import GradientGuard
+from lightning_oom.recovery.outputs import merge_outputs
+from lightning_oom.recovery.separability import check_separable
+from lightning_oom.recovery.snapshot import Attributes, BatchContainers, merge_attributes
+from lightning_oom.undo import Undo, shadow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lightning.pytorch import Trainer
+
+    from lightning_oom._lightning.transfer import Transfer
+    from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
+    from lightning_oom.recovery.separability import Separability
+    from lightning_oom.recovery.snapshot import SavedSnapshot
+    from lightning_oom.recovery.snapshot.part import Part
+
+__all__ = ["TrainProgram", "TrainSetup", "install_closures"]
+
+
+class TrainSetup:
+    """What all training programs of one fit share.
+
+    Args:
+        trainer: The trainer, after its optimizers exist.
+        transfer: The guard of batch transfers.
+        attributes: The part that keeps the module's attributes; merged after a split.
+        weight_fn: Weight of a micro-batch, ``None`` for its rows.
+        split_fn: The user's way to cut a batch, or ``None``.
+        log_merge: Name -> how values of micro-batches become one, for what cannot be inferred.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        transfer: Transfer,
+        attributes: Attributes,
+        weight_fn: Callable[[Any], float | torch.Tensor] | None = None,
+        split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
+        log_merge: dict[str, str] | None = None,
+    ) -> None:
+        self.trainer = trainer
+        self.module = trainer.lightning_module
+        self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.transfer = transfer
+        self.attributes = attributes
+        self.weight_fn = weight_fn
+        self.split_fn = split_fn
+        self.log_merge = dict(log_merge or {})
+        self.gradients = GradientGuard(self.module.parameters())
+        self.progress = Progress(trainer)
+        self.results = ResultsPart(trainer)
+        self.chunk_verdicts: dict[str, Any] = {}
+        self.owns_zero_grad = overrides(self.module, "optimizer_zero_grad")
+        self.may_zero_first = not (
+            self.owns_zero_grad or overrides(self.module, "on_before_zero_grad")
+        )
+        self.zero_first = False
+
+
+def install_closures(setup: TrainSetup, run: Callable[[TrainProgram], Any]) -> Undo:
+    """Let every closure that the loop makes run through ``run``.
+
+    Args:
+        setup: What the programs share.
+        run: Gets one program per call of a closure and returns its result.
+
+    Returns:
+        The undo; it drops what the programs hold on to as well.
+    """
+    loop = setup.loop
+    make = loop._make_closure
+
+    def make_closure(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+        closure = make(kwargs, optimizer, batch_idx)
+        if "batch" not in kwargs:  # a `dataloader_iter` step fetches its own batches
+            return closure
+        zero_grad, backward = closure._zero_grad_fn, closure._backward_fn
+
+        @torch.enable_grad()
+        def guarded() -> Any:
+            # an optimizer may call its closure several times; each call is a step of its own
+            program = TrainProgram(setup, closure, kwargs, optimizer)
+            program.wire(zero_grad, backward)
+            return run(program)
+
+        closure.closure = guarded
+        return closure
+
+    undo = shadow(loop, "_make_closure", make_closure)
+
+    def remove() -> None:
+        undo()
+        setup.gradients.forget()
+
+    return Undo(remove)
+
+
+class TrainProgram:
+    """Forward, zeroing of gradients and backward of one batch.
+
+    Args:
+        setup: What all programs of the fit share.
+        closure: The loop's own closure for this batch.
+        kwargs: Arguments of ``training_step``.
+        optimizer: Handed to the strategy's backward.
+    """
+
+    can_split = True
+    stage = "train"
+
+    def __init__(
+        self,
+        setup: TrainSetup,
+        closure: Any,
+        kwargs: OrderedDict[str, Any],
+        optimizer: Any,
+    ) -> None:
+        self.setup = setup
+        self.kwargs = kwargs
+        self.optimizer = optimizer
+        self.batch = kwargs["batch"]
+        self.phase = "forward"
+        self.on_host = setup.transfer.is_on_host(self.batch)
+        self.prior_failure: Failure | None = setup.transfer.failure if self.on_host else None
+        self.can_chunk = not self.on_host
+        self._closure = closure
+        self._zero: Callable[[], None] | None = None
+        self._plain_backward: Callable[[Any], None] | None = None
+        self._accumulates = False
+        self._containers = BatchContainers(self.batch)
+        self._saved: SavedSnapshot | None = None
+
+    def wire(
+        self, zero_grad: Callable[[], None] | None, backward: Callable[[Any], None] | None
+    ) -> None:
+        """Put the loop's own functions behind ours, which keep track of phase and gradients.
+
+        Args:
+            zero_grad: What zeroes gradients; ``None`` inside an accumulation window.
+            backward: What runs backward; ``None`` when the loop skips it.
+        """
+        self._zero = zero_grad
+        self._plain_backward = backward
+        self._accumulates = zero_grad is None or self.setup.owns_zero_grad
+        if self._accumulates:
+            self.setup.gradients.mark()
+        self._closure._zero_grad_fn = self._zero_grad if zero_grad is not None else None
+        self._closure._backward_fn = self._marked_backward if backward is not None else None
+
+    # -- what the engine asks for
+    def parts(self) -> Sequence[Part]:
+        """Return what this batch alone can change."""
+        return (self._containers, self.setup.progress, self.setup.results)
+
+    def begin(self, saved: SavedSnapshot) -> None:
+        """Keep the state before the first attempt: containers and attributes come from it."""
+        self._saved = saved
+
+    def gradients_droppable(self) -> bool:
+        """Return whether old gradients were alive, which a retry drops before its forward."""
+        setup = self.setup
+        return (
+            self.phase == "forward"
+            and self._zero is not None
+            and not setup.zero_first
+            and setup.gradients.any_alive
+        )
+
+    def reset(self) -> tuple[str, ...]:
+        """Take a failed attempt's contributions out of the gradients."""
+        self.phase = "forward"
+        return self.setup.gradients.reset()
+
+    def succeed(self) -> None:
+        """Forget what only a retry would have needed."""
+        if self._accumulates:
+            self.setup.gradients.learn()
+        self.setup.gradients.forget()
+
+    def learn(self, trial: Trial, plan: AttemptPlan) -> None:
+        """Drop old gradients first from now on, where that alone was what helped."""
+        forward = trial.failures[-1].phase == "forward"
+        if plan.rung == "release" and forward and self.setup.may_zero_first:
+            self.setup.zero_first = True
+
+    def give_up(self) -> Any:
+        """Return the result of a step without a loss; gradients of earlier micro-steps stay."""
+        if self._zero is not None:
+            self._zero()
+        self.setup.gradients.merge()
+        self.setup.gradients.forget()
+        return self.setup.loop.output_result_cls(None)
+
+    # -- whole
+    def run_plain(self) -> Any:
+        """Run the loop's own closure, unguarded."""
+        return type(self._closure).closure(self._closure)
+
+    def run_whole(self, *, attempt: int) -> Any:
+        """Run the closure; from the second attempt on, zero gradients before the forward."""
+        closure = self._closure
+        if attempt == 1 and not self.setup.zero_first and not self.on_host:
+            return type(closure).closure(closure)
+        kwargs = self._fresh_kwargs() if attempt > 1 else self.kwargs
+        if self.on_host:
+            self.phase = "transfer"
+            kwargs = OrderedDict(kwargs, batch=self.setup.transfer.move(kwargs["batch"]))
+            self.phase = "forward"
+        if self._zero is not None:
+            self._zero_grad()
+            self.phase = "forward"
+        again = type(closure)(self.setup.loop._make_step_fn(kwargs), closure._backward_fn, None)
+        with self._merge_before_hooks():
+            return again.closure()
+
+    @contextlib.contextmanager
+    def chunked(self, rows: int, rows_together: int) -> Iterator[None]:
+        """Let the module's children run chunk by chunk."""
+        setup = self.setup
+        with chunked_children(setup.module, rows, rows_together, verdicts=setup.chunk_verdicts):
+            yield
+
+    def _fresh_kwargs(self) -> OrderedDict[str, Any]:
+        batch = self._fresh_batch()
+        results = self.setup.trainer._results
+        if results is not None:
+            results.batch = batch
+        return OrderedDict(self.kwargs, batch=batch)
+
+    def _fresh_batch(self) -> Any:
+        return self.batch if self._saved is None else self._saved.of(self._containers).fresh()
+
+    def _zero_grad(self) -> None:
+        self.phase = "zero_grad"
+        if self._zero is not None:
+            self._zero()
+        self.setup.gradients.mark()
+
+    def _marked_backward(self, loss: torch.Tensor) -> None:
+        self.phase = "backward"
+        if self._plain_backward is not None:
+            self._plain_backward(loss)
+
+    @contextlib.contextmanager
+    def _merge_before_hooks(self) -> Iterator[None]:
+        """Put finished gradients back before ``on_after_backward`` looks at them."""
+        plugin = self.setup.trainer.precision_plugin
+        real = plugin.post_backward
+
+        def post_backward(tensor: Any, module: Any) -> Any:
+            self.setup.gradients.merge()
+            return real(tensor, module)
+
+        undo = shadow(plugin, "post_backward", post_backward)
+        try:
+            yield
+        finally:
+            undo()
+
+    # -- parts
+    def run_parts(self, rows_together: int) -> Any:
+        """Run micro-batches; losses weighted, logs merged, hooks once."""
+        setup = self.setup
+        batch = self._fresh_batch()
+        parts = split_batch(batch, rows_together, split_fn=self._split_fn())
+        rows = [count_rows(part) or 0 for part in parts]
+        weights = self._weights(parts, rows)
+        if self._zero is not None:
+            self._zero_grad()
+        recorder = LogRecorder(
+            setup.trainer,
+            rows=rows,
+            weights=None if setup.weight_fn is None else weights,
+            log_merge=setup.log_merge,
+        )
+        with merged_batchnorm(setup.module) as norms, recorder:
+            losses, extras, counted = self._run_each(parts, weights, recorder, norms)
+        if self._saved is not None:
+            merge_attributes(self._saved.of(setup.attributes), counted, rows)
+        results = setup.trainer._results
+        if results is not None:
+            results.batch, results.batch_size = batch, None
+        recorder.replay()
+        setup.gradients.merge()
+        loss = sum(losses[1:], losses[0]) if losses else None
+        if loss is not None and self._plain_backward is not None:
+            self.phase = "after_backward"
+            setup.trainer.precision_plugin.post_backward(loss, setup.module)
+        return setup.loop.output_result_cls(loss, extra=merge_outputs(extras, rows) or {})
+
+    def _run_each(
+        self, parts: list[Any], weights: list[float], recorder: Any, norms: Any
+    ) -> tuple[list[torch.Tensor], list[Any], list[dict[str, float]]]:
+        losses, extras, counted = [], [], []
+        for index in range(len(parts)):
+            part, parts[index] = parts[index], None
+            self.phase = "forward"
+            norms.begin_micro_batch()
+            if self.on_host:
+                self.phase = "transfer"
+                part = self.setup.transfer.move(part)
+                self.phase = "forward"
+            with recorder.micro_batch(index, part):
+                output = self.setup.loop._make_step_fn(OrderedDict(self.kwargs, batch=part))()
+                if output.closure_loss is not None and weights[index]:
+                    losses.append(output.loss * weights[index])
+                    self._backward(output.closure_loss, weights[index])
+            extras.append(output.extra)
+            if self._saved is not None:
+                counted.append(self._saved.of(self.setup.attributes).counters())
+            del output, part
+        return losses, extras, counted
+
+    def _backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Run one micro-batch's backward; ``on_after_backward`` waits for the last."""
+        if self._plain_backward is None:
+            return
+        self.phase = "backward"
+        plugin = self.setup.trainer.precision_plugin
+        undo = shadow(plugin, "post_backward", _without_hooks)
+        try:
+            if type(self.setup.module).backward is LightningModule.backward:
+                gradient = torch.full_like(loss, weight)
+                self.setup.trainer.strategy.backward(loss, self.optimizer, gradient=gradient)
+            else:
+                self._marked_backward(loss * weight)
+        finally:
+            undo()
+
+    def _weights(self, parts: list[Any], rows: list[int]) -> list[float]:
+        weigh = self.setup.weight_fn
+        amounts = [float(n) for n in rows] if weigh is None else [float(weigh(p)) for p in parts]
+        total = sum(amounts)
+        if weigh is not None and not (total > 0 and all(a >= 0 for a in amounts)):
+            raise ValueError(
+                f"weight_fn gave {amounts} for {len(parts)} micro-batches: weights are at least 0 "
+                "and not all 0"
+            )
+        return [amount / total for amount in amounts]
+
+    def _split_fn(self) -> Callable[[Any, int], Sequence[Any]] | None:
+        own = getattr(self.setup.module, "split_batch", None)
+        return self.setup.split_fn or (own if callable(own) else None)
+
+    # -- separability
+    def check_separability(self) -> Separability:
+        """Compare gradients of a slice with those of its parts; the engine puts state back."""
+        setup = self.setup
+        named = [(n, p) for n, p in setup.module.named_parameters() if p.requires_grad]
+        parameters = [p for _, p in named]
+        recorder = LogRecorder(setup.trainer, rows=[1], log_merge={})
+
+        def gradients_of(batch: Any) -> Sequence[torch.Tensor | None]:
+            if self.on_host:
+                batch = setup.transfer.move(batch)
+            kwargs = OrderedDict(self.kwargs, batch=batch)
+            loss = setup.loop._make_step_fn(kwargs)().closure_loss
+            if loss is None or not loss.requires_grad:
+                return [None] * len(parameters)
+            return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        with recorder, torch.enable_grad():
+            return check_separable(
+                gradients_of,
+                self._fresh_batch(),
+                names=[name for name, _ in named],
+                weight_fn=setup.weight_fn,
+            )
+
+
+def _without_hooks(tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:
+    """Stand in for ``post_backward`` of every micro-batch; its hooks run once, after the last."""
+    return tensor.detach()

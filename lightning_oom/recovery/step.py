@@ -1,0 +1,421 @@
+"""The guarded step: attempts as transactions, with a rollback between them.
+
+The engine knows no trainer. It gets a :class:`Program` that can run a batch whole or in parts, a
+snapshot that can put everything back that an attempt may change, a ladder of remedies and a policy
+that foresees how many rows fit. It returns what the unbroken step would have returned, or raises
+the error of the last attempt, with a note that says what was tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_oom.errors import BatchSplitError, add_note
+from lightning_oom.memory import read_memory, release_cached, reset_peak
+from lightning_oom.recovery.batches import count_rows, describe_batch
+from lightning_oom.recovery.classify import OOMCause, classify_oom
+from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
+from lightning_oom.recovery.events import StepOutcome
+from lightning_oom.recovery.plan import AttemptPlan, Failure, Mode, Trial
+from lightning_oom.recovery.separability import Separability
+from lightning_oom.recovery.snapshot.compose import SavedSnapshot, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from lightning_oom.memory import MemoryReading
+    from lightning_oom.recovery.batches import BatchSignature
+    from lightning_oom.recovery.knowledge import RowsPolicies
+    from lightning_oom.recovery.ladder import Ladder
+    from lightning_oom.recovery.snapshot.part import Part
+
+__all__ = ["GuardedStep", "Program"]
+
+
+class Program(Protocol):
+    """One batch's work, without saying where it comes from.
+
+    Attributes:
+        batch: The batch as it was handed over.
+        phase: What is running now: ``"forward"``, ``"backward"``, ...; read when it fails.
+        stage: ``"train"``, ``"validation"``, ``"test"`` or ``"predict"``.
+        can_split: Whether :meth:`run_parts` is possible.
+        can_chunk: Whether :meth:`chunked` is possible.
+        prior_failure: The batch could not be moved to the device; it is still on the host.
+    """
+
+    batch: Any
+    phase: str
+    stage: str
+    can_split: bool
+    can_chunk: bool
+
+    prior_failure: Failure | None
+
+    def parts(self) -> Sequence[Part]:
+        """Return what this batch alone can change, beside what the run's snapshot holds."""
+
+    def begin(self, saved: SavedSnapshot) -> None:
+        """Called once before the first attempt, with everything as it stands."""
+
+    def run_whole(self, *, attempt: int) -> Any:
+        """Run the batch as the user wrote it; from attempt 2 on, from restored containers."""
+
+    def run_parts(self, rows_together: int) -> Any:
+        """Run the batch in micro-batches and return what the whole would have returned."""
+
+    def chunked(self, rows: int, rows_together: int) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which :meth:`run_whole` chunks the module's children."""
+
+    def reset(self) -> tuple[str, ...]:
+        """After the rollback of a failed attempt: gradients; return what could not be put back."""
+
+    def gradients_droppable(self) -> bool:
+        """Return whether a retry starts with less memory because old gradients go first."""
+
+    def check_separability(self) -> Separability:
+        """Compare gradients of a small slice with those of its parts; state is put back."""
+
+    def give_up(self) -> Any:
+        """Return what stands for a batch that was left out."""
+
+    def succeed(self) -> None:
+        """Called once after the attempt that worked."""
+
+    def learn(self, trial: Trial, plan: AttemptPlan) -> None:
+        """Called after :meth:`succeed` when earlier attempts had failed."""
+
+
+class GuardedStep:
+    """Runs programs one after another and learns from what happens.
+
+    Args:
+        device: Where the step runs; its counters are read after a failure.
+        parts: What every attempt may change; each is taken before the first attempt.
+        ladder: What to try after a failure.
+        policies: How many rows to run together.
+        split_fn: The user's way to cut a batch, or ``None``.
+        max_rows: Upper bound on rows that run together, or ``None``.
+        split_inseparable: Split also where the gradients of the parts do not add up.
+        on_unrecoverable: ``"raise"`` or ``"skip"``.
+        report: Called with one :class:`StepOutcome` per batch that ran out of memory.
+
+    Note:
+        Cost without an OOM: the snapshot, one description of the batch and one look at the policy.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        parts: Sequence[Part],
+        ladder: Ladder,
+        policies: RowsPolicies,
+        report: Callable[[StepOutcome], None],
+        split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
+        max_rows: int | None = None,
+        split_inseparable: bool = False,
+        on_unrecoverable: str = "raise",
+    ) -> None:
+        self.device = device
+        self.parts = tuple(parts)
+        self.ladder = ladder
+        self.policies = policies
+        self.report = report
+        self.split_fn = split_fn
+        self.max_rows = max_rows
+        self.split_inseparable = split_inseparable
+        self.on_unrecoverable = on_unrecoverable
+        self._verdicts: dict[str, Separability] = {}
+        self._watch_peaks = False
+        self._bases: tuple[int | None, int | None] = (None, None)
+
+    # -- one step
+    def run(self, program: Program) -> Any:
+        """Run one batch, whatever it takes.
+
+        Returns:
+            What the unbroken program returns.
+
+        Raises:
+            Exception: The last attempt's error when no remedy is left, unwrapped, with a note.
+            BatchSplitError: A split is needed and the batch cannot be cut; the OOM is its cause.
+        """
+        saved: SavedSnapshot | None = self._take(program)
+        program.begin(saved)
+        trial = self._open(program, saved)
+        plan: AttemptPlan | None = self._first_plan(program, trial)
+        error: Exception | None = None
+        while plan is not None and saved is not None:
+            started = time.perf_counter()
+            failure: Failure | None = None
+            try:
+                result = self._attempt(program, plan, trial)
+            except Exception as caught:
+                failure = self._failure(program, plan, caught)
+                if failure is None:
+                    raise
+                clear_frames(caught)
+                error = caught
+            if failure is None:
+                self._close(program, trial, plan, saved)
+                return result
+            plan = self._after_failure(program, trial, saved, failure, started)
+            if plan is not None:
+                error = None
+        try:
+            if error is None or self._may_skip(trial):
+                return self._skip(program, trial)
+            raise self._final_error(program, trial, error)
+        finally:
+            error = saved = None
+
+    def _failure(self, program: Program, plan: AttemptPlan, error: Exception) -> Failure | None:
+        cause = self._recoverable(error)
+        if cause is None:
+            return None
+        return Failure(
+            plan=plan, cause=cause, phase=program.phase, seconds=0.0, reading=self._read()
+        )
+
+    def _after_failure(
+        self, program: Program, trial: Trial, saved: SavedSnapshot, failure: Failure, started: float
+    ) -> AttemptPlan | None:
+        trial.gradients_droppable = program.gradients_droppable()
+        lost = (*saved.restore(), *program.reset())
+        garbage = self._release()
+        seconds = time.perf_counter() - started
+        trial.failures.append(replace(failure, seconds=seconds, garbage_bytes=garbage))
+        if lost:
+            trial.decline("rollback", f"could not be put back: {', '.join(lost)}")
+            return None
+        return self.ladder.next_plan(trial)
+
+    def _may_skip(self, trial: Trial) -> bool:
+        return self.on_unrecoverable == "skip" and "rollback" not in trial.declined
+
+    def _skip(self, program: Program, trial: Trial) -> Any:
+        self.report(self._outcome(program, trial, plan=None, recovered=False, skipped=True))
+        return program.give_up()
+
+    def _final_error(self, program: Program, trial: Trial, error: Exception) -> Exception:
+        outcome = self._outcome(program, trial, plan=None, recovered=False)
+        with contextlib.suppress(Exception):  # a failing report never hides the OOM
+            self.report(outcome)
+        if trial.split_refused is not None and trial.declined.get("split") == trial.split_refused:
+            refused = BatchSplitError(trial.split_refused)
+            refused.__cause__ = error
+            return refused
+        add_note(error, outcome.note())
+        return error
+
+    # -- pieces
+    def _take(self, program: Program) -> SavedSnapshot:
+        snapshot = Snapshot([*self.parts, *program.parts()])
+        try:
+            return snapshot.take()
+        except Exception as caught:
+            if self._recoverable(caught) is None:
+                raise
+            clear_frames(caught)
+        self._release()
+        return snapshot.take()
+
+    def _open(self, program: Program, saved: SavedSnapshot) -> Trial:
+        rows = refused = signature = None
+        try:
+            rows = count_rows(program.batch)
+            if rows is not None:
+                signature = describe_batch(program.batch)
+        except BatchSplitError as error:
+            refused = str(error)
+        policies = self.policies
+
+        def propose(mode: Mode) -> int:
+            if signature is None or rows is None:
+                return 1
+            reading_limit, base = self._bases
+            return policies.of(mode).propose(
+                signature, rows, limit_bytes=reading_limit, base_bytes=base
+            )
+
+        def shrink(mode: Mode, failed: int) -> int | None:
+            if signature is None:
+                return None
+            return policies.of(mode).next_rows(signature, failed)
+
+        return Trial(
+            rows=rows,
+            signature=signature,
+            split_refused=refused if self.split_fn is None else None,
+            can_split=program.can_split,
+            can_chunk=program.can_chunk,
+            separability=lambda: self._separability(program, signature, saved),
+            propose=propose,
+            shrink=shrink,
+        )
+
+    def _first_plan(self, program: Program, trial: Trial) -> AttemptPlan:
+        if program.prior_failure is not None:
+            trial.failures.append(program.prior_failure)
+            return self.ladder.next_plan(trial) or AttemptPlan()
+        rows = trial.rows
+        if rows is None or rows < 2 or trial.signature is None:  # noqa: PLR2004 - nothing to cut
+            return AttemptPlan()
+        together = rows if self.max_rows is None else min(rows, self.max_rows)
+        together = min(together, trial.propose("split"))
+        if together >= rows:
+            return AttemptPlan()
+        return self._planned(trial, together)
+
+    def _planned(self, trial: Trial, together: int) -> AttemptPlan:
+        mode = self.policies.preferred
+        if mode == "chunk" and trial.can_chunk:
+            rows = min(trial.propose("chunk"), self.max_rows or trial.rows or 1)
+            if trial.rows is not None and rows < trial.rows:
+                return AttemptPlan(rung="chunk", mode="chunk", rows_together=rows)
+            return AttemptPlan()
+        if not trial.can_split or trial.split_refused is not None:
+            return AttemptPlan()
+        verdict = trial.separability()
+        if not verdict.separable and not self.split_inseparable:
+            return AttemptPlan()
+        return AttemptPlan(
+            rung="split", mode="split", rows_together=together, exact=verdict.separable
+        )
+
+    def _attempt(self, program: Program, plan: AttemptPlan, trial: Trial) -> Any:
+        attempt = len(trial.failures) + 1
+        with contextlib.ExitStack() as stack:
+            for context in plan.contexts:
+                stack.enter_context(context())
+            if self._watch_peaks:
+                reset_peak(self.device)
+            if plan.mode == "split" and plan.rows_together is not None:
+                return program.run_parts(plan.rows_together)
+            if plan.mode == "chunk" and plan.rows_together is not None and trial.rows is not None:
+                stack.enter_context(program.chunked(trial.rows, plan.rows_together))
+            return program.run_whole(attempt=attempt)
+
+    def _recoverable(self, error: Exception) -> OOMCause | None:
+        cause = classify_oom(error)
+        if cause is None or not cause.recoverable_on(self.device.type):
+            return None
+        return cause
+
+    def _read(self) -> MemoryReading | None:
+        try:
+            return read_memory(self.device)
+        except Exception:
+            return None
+
+    def _release(self) -> int | None:
+        """Collect garbage, empty the cache; return what the collector freed."""
+        before = self._read()
+        collect_garbage()
+        after = self._read()
+        release_cached(self.device)
+        if before is None or after is None:
+            return None
+        if before.allocated_bytes is None or after.allocated_bytes is None:
+            return None
+        self._bases = (after.limit_bytes, after.allocated_bytes)
+        return max(0, before.allocated_bytes - after.allocated_bytes)
+
+    def _separability(
+        self, program: Program, signature: BatchSignature | None, saved: SavedSnapshot
+    ) -> Separability:
+        key = signature.structure if signature is not None else ""
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._check(program)
+            saved.restore()
+            program.reset()
+            self._release()
+            if verdict.conclusive:
+                self._verdicts[key] = verdict
+        return verdict
+
+    def _check(self, program: Program) -> Separability:
+        try:
+            return program.check_separability()
+        except Exception as caught:
+            cause = self._recoverable(caught)
+            if cause is None:
+                raise
+            clear_frames(caught)
+        return Separability(
+            separable=False,
+            largest_relative_difference=float("nan"),
+            parameter=None,
+            reason="a few rows do not fit, so whether the step may be split cannot be found out",
+            conclusive=False,
+        )
+
+    def _close(
+        self, program: Program, trial: Trial, plan: AttemptPlan, saved: SavedSnapshot
+    ) -> None:
+        program.succeed()
+        if plan.mode == "whole":
+            saved.learn()
+        if trial.signature is not None and trial.rows is not None:
+            self._learn(trial, plan)
+        if trial.failures:
+            self._watch_peaks = True
+            if plan.mode != "whole":
+                self.policies.preferred = plan.mode
+            program.learn(trial, plan)
+            self.report(self._outcome(program, trial, plan=plan, recovered=True))
+
+    def _learn(self, trial: Trial, plan: AttemptPlan) -> None:
+        rows = plan.rows_together or trial.rows
+        modes: tuple[Mode, ...] = ("split", "chunk") if plan.mode == "whole" else (plan.mode,)
+        if plan.contexts:
+            return
+        for mode in modes:
+            policy = self.policies.of(mode)
+            self._learn_failures(trial, mode, rows if plan.mode == mode else None)
+            peak = base = None
+            if self._watch_peaks and policy.wants_peak(trial.signature, rows):
+                reading = self._read()
+                peak = reading.peak_allocated_bytes if reading is not None else None
+                base = self._bases[1]
+            policy.record_success(trial.signature, rows, peak_bytes=peak, base_bytes=base)
+
+    def _learn_failures(self, trial: Trial, mode: Mode, fits: int | None) -> None:
+        policy = self.policies.of(mode)
+        for failure in trial.failures:
+            if failure.plan.contexts or failure.cause.confidence == "likely":
+                continue
+            rows = failure.plan.rows_together
+            if failure.plan.mode == "whole":
+                rows = trial.rows
+            elif failure.plan.mode != mode:
+                continue
+            if rows is not None and (fits is None or rows > fits):
+                policy.record_failure(trial.signature, rows)
+
+    def _outcome(
+        self,
+        program: Program,
+        trial: Trial,
+        *,
+        plan: AttemptPlan | None,
+        recovered: bool,
+        skipped: bool = False,
+    ) -> StepOutcome:
+        return StepOutcome(
+            rows=trial.rows,
+            signature=trial.signature,
+            failures=tuple(trial.failures),
+            plan=plan,
+            recovered=recovered,
+            skipped=skipped,
+            declined=dict(trial.declined),
+            stage=program.stage,
+        )
