@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING
 from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.errors import LightningOOMError
 from lightning_oom.recovery.message_amounts import parse_amounts
-from lightning_oom.recovery.oom_patterns import (
-    OOM_PATTERNS,
-    SPLIT_ON_CPU_KINDS,
-    Confidence,
-    OOMPattern,
-    Scope,
-    pattern_table,
-)
+from lightning_oom.recovery.oom_form import Confidence, OOMPattern, Scope
+from lightning_oom.recovery.oom_patterns import OOM_PATTERNS, SPLIT_ON_CPU_KINDS, pattern_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +53,7 @@ class OOMCause:
 
     Attributes:
         kind: What failed; the kinds are listed at
-            :class:`~lightning_oom.recovery.oom_patterns.OOMPattern`.
+            :class:`~lightning_oom.recovery.oom_form.OOMPattern`.
         scope: Whose memory: ``"device"``, ``"host"`` or ``"host_shm"``.
         confidence: ``"likely"`` where the error does not say plainly that memory ran out.
         message: First lines of the text.

@@ -17,7 +17,8 @@ _REQUESTED = (
     rf"Requested\s*: {_AMOUNT}",
     rf"[Uu]nable to allocate {_AMOUNT} for an array",
     rf"Invalid buffer size: {_AMOUNT}",
-    r"MTLBuffer for size (\d+)()",
+    rf"[Cc]ould not allocate tensor with {_AMOUNT}",
+    r"(?:MTLBuffer for|requested buffer of) size (\d+)()",
     r"allocate buffer: (\d+)()",
     r"unable to mmap (\d+) (bytes)",
 )
@@ -27,6 +28,7 @@ _LIMIT = (
     rf"total capaci?ty of {_AMOUNT}",
     rf"{_AMOUNT} total capaci?ty",
     rf"Device limit\s*: {_AMOUNT}",
+    rf"limit set to: {_AMOUNT}",
 )
 _FREE = (
     rf"of which {_AMOUNT} is free",
