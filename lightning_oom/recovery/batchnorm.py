@@ -26,6 +26,7 @@ __all__ = ["MergedBatchNorm", "find_batch_coupled", "merged_batchnorm"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_UNWRITTEN = -1.0  # no variance is negative
 _INSTANCE_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
 
@@ -122,7 +123,7 @@ class _Layer:
 
     def before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: move to scratch statistics when the layer is in training mode."""
-        self.swap_out()  # left over from a forward that raised and was caught by user code
+        self.settle()
         if self.module.training:
             self.weight = _weight(self.module, args[0] if args else kwargs["input"])
             self.swap_in()
@@ -130,9 +131,25 @@ class _Layer:
     def after_forward(self, *_: Any) -> None:
         """Forward hook: keep what the call saw, and move back."""
         if self.real is not None:
-            mean, variance = self.module.running_mean, self.module.running_var
+            self._keep()
+
+    def settle(self) -> None:
+        """Finish a call whose forward was left by an exception.
+
+        Recomputation under activation checkpointing stops that way as soon as it has what it
+        needs, after the statistics were updated. A real error comes before that.
+        """
+        if self.real is None:
+            return
+        if bool((self.module.running_var >= 0).all()):
+            self._keep()
+        else:
             self.swap_out()
-            self.calls[-1].append(_Call(mean=mean, variance=variance, weight=self.weight))
+
+    def _keep(self) -> None:
+        mean, variance = self.module.running_mean, self.module.running_var
+        self.swap_out()
+        self.calls[-1].append(_Call(mean=mean, variance=variance, weight=self.weight))
 
     def swap_in(self) -> None:
         """Let the next forward write to scratch statistics, unblended (momentum 1)."""
@@ -140,7 +157,7 @@ class _Layer:
         counter = layer.num_batches_tracked
         self.real = (layer.running_mean, layer.running_var, counter, layer.momentum)
         layer.running_mean = torch.zeros_like(layer.running_mean)
-        layer.running_var = torch.zeros_like(layer.running_var)
+        layer.running_var = torch.full_like(layer.running_var, _UNWRITTEN)
         if counter is not None:
             layer.num_batches_tracked = counter.clone()
         layer.momentum = 1.0
@@ -182,8 +199,9 @@ class MergedBatchNorm:
         Without it, every call of a layer counts as a micro-batch of its own, which is right only
         for layers that are called once per forward.
         """
-        if self._started:
-            for layer in self._layers:
+        for layer in self._layers:
+            layer.settle()
+            if self._started:
                 layer.calls.append([])
         self._started = True
 
@@ -193,7 +211,7 @@ class MergedBatchNorm:
             hook.remove()
         self._hooks.clear()
         for layer in self._layers:
-            layer.swap_out()
+            layer.settle()
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -232,7 +250,7 @@ def _update(module: Any, calls: list[_Call]) -> None:
     elif momentum is None:
         momentum = 0.0
     for running, new in ((module.running_mean, mean), (module.running_var, variance)):
-        running.copy_(running.to(new.dtype) * (1 - momentum) + new * momentum)
+        running.copy_(momentum * new.to(running.dtype) + (1 - momentum) * running)
 
 
 def _pool(calls: list[_Call], *, unbiased: bool) -> tuple[Tensor, Tensor]:
