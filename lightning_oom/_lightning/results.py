@@ -256,11 +256,13 @@ class LogRecorder:
             rule = metrics_door.extremum_of(call.metric) or rule
         elif asked is None and rule == "mean" and call.batch_value_of:
             exact = self._merge.value_of(_closest(call.name, call.batch_value_of))
+        earlier, earlier_batch_size = self._logged_earlier(call)
         value, batch_size = merge_logged(
             call.logged,
             rule=rule,
             total_rows=sum(self._rows),
-            earlier=self._logged_earlier(call),
+            earlier=earlier,
+            earlier_batch_size=earlier_batch_size,
         )
         if isinstance(exact, torch.Tensor):
             value = exact if call.metric is not None else exact.detach().squeeze()
@@ -269,13 +271,20 @@ class LogRecorder:
         metrics_door.set_batch_value(call.metric, value)
         return call.metric, batch_size
 
-    def _logged_earlier(self, call: _Call) -> torch.Tensor | None:
+    def _logged_earlier(self, call: _Call) -> tuple[torch.Tensor | None, float | None]:
+        """Return the value of the last whole batch and the mean batch size of the epoch so far."""
         key = f"{call.fx}.{call.name}"
         if call.dataloader_idx is not None and call.options.get("add_dataloader_idx", True):
             key += f".{call.dataloader_idx}"
         item = self._results.get(key)
-        earlier = item._forward_cache if item is not None and item.meta.on_step else None
-        return earlier if isinstance(earlier, torch.Tensor) else None
+        if item is None:
+            return None, None
+        value = item._forward_cache if item.meta.on_step else None
+        size = getattr(item, "cumulated_batch_size", None)
+        mean_size = None
+        if size is not None and item._update_count and item.meta.on_epoch:
+            mean_size = float(size) / item._update_count
+        return value if isinstance(value, torch.Tensor) else None, mean_size
 
 
 def _put_back(results: Any, shadowed: Any, position: tuple[Any, ...]) -> None:

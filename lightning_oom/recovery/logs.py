@@ -8,8 +8,9 @@ the micro-batches logged             the batch logs
 ===================================  ==============================================================
 a value named in ``log_merge``       what the user says: mean, sum, last, max or min
 ``reduce_fx`` sum, max or min        their sum, maximum or minimum
+their number of rows                 the number of rows of the batch (one row at a time, or where an
+                                     earlier batch logged the same value: that value)
 the same value every time            that value, unchanged bit for bit
-their number of rows                 the number of rows of the batch
 anything else                        the mean, weighted by rows (or by the user's weights); an
                                      explicit ``batch_size`` that counts something is the weight
 ===================================  ==============================================================
@@ -112,6 +113,7 @@ def merge_logged(
     rule: MergeRule,
     total_rows: int,
     earlier: torch.Tensor | None = None,
+    earlier_batch_size: float | None = None,
 ) -> tuple[torch.Tensor, int | None]:
     """Merge the calls of one name, one per micro-batch, into one.
 
@@ -121,6 +123,9 @@ def merge_logged(
         total_rows: Rows of the whole batch.
         earlier: What the last whole batch logged under this name, if it is known. It decides
             whether equal values are a constant or the number of rows of equal micro-batches.
+        earlier_batch_size: Mean of the batch sizes that whole batches gave before, if it is known.
+            It decides whether an explicit batch size is a constant or counts something, where the
+            micro-batches leave that open.
 
     Returns:
         The value, and the explicit batch size (``None`` when it is to be inferred).
@@ -133,7 +138,9 @@ def merge_logged(
         >>> merge_logged(logged, rule="mean", total_rows=4)
         (tensor(2.), None)
     """
-    batch_size, weights = merge_batch_sizes(logged, total_rows=total_rows)
+    batch_size, weights = merge_batch_sizes(
+        logged, total_rows=total_rows, earlier=earlier_batch_size
+    )
     values = [entry.value for entry in logged]
     rows = [entry.rows for entry in logged]
     if rule == "mean" and sum(rows) == total_rows and _are_row_counts(values, rows, earlier):
@@ -180,7 +187,7 @@ def merge_values(
 
 
 def merge_batch_sizes(
-    logged: Sequence[LoggedValue], *, total_rows: int
+    logged: Sequence[LoggedValue], *, total_rows: int, earlier: float | None = None
 ) -> tuple[int | None, list[float]]:
     """Work out the batch size of the whole batch and the weights of a mean.
 
@@ -198,13 +205,15 @@ def merge_batch_sizes(
     known = [size for size in sizes if size is not None]
     if len(known) != len(sizes):
         return (known[-1] if known else None), weights
-    if _is_constant(known, [entry.rows for entry in logged], total_rows):
+    if _is_constant(known, [entry.rows for entry in logged], total_rows, earlier):
         return known[0], weights
     counts = list(map(float, known))
     return sum(known), counts if any(counts) else weights
 
 
-def _is_constant(sizes: Sequence[int], rows: Sequence[int], total_rows: int) -> bool:
+def _is_constant(
+    sizes: Sequence[int], rows: Sequence[int], total_rows: int, earlier: float | None
+) -> bool:
     size = sizes[0]
     if len(sizes) == 1 or any(other != size for other in sizes):
         return len(sizes) == 1
@@ -212,6 +221,8 @@ def _is_constant(sizes: Sequence[int], rows: Sequence[int], total_rows: int) -> 
         return True
     if min(rows) != max(rows):
         return True  # a count would have followed the rows
+    if earlier is not None:
+        return size == earlier
     return size % rows[0] != 0  # no whole number of anything per row
 
 
@@ -224,7 +235,9 @@ def _are_row_counts(
         return False
     if min(rows) != max(rows):
         return True
-    return earlier is not None and not _equal(earlier, values[0])
+    if earlier is not None:
+        return not _equal(earlier, values[0])
+    return rows[0] > 1
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
