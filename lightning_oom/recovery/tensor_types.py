@@ -27,12 +27,24 @@ def _take_tensor(tensor: Tensor, start: int, stop: int) -> Tensor:
     if tensor.layout is torch.strided:
         return tensor.narrow(0, start, stop - start)
     if tensor.layout is torch.sparse_csr:
-        return tensor[start:stop]
+        return _take_sparse_csr(tensor, start, stop)
     if tensor.layout is torch.sparse_coo:
         return tensor.index_select(0, torch.arange(start, stop, device=tensor.device))
     raise BatchSplitError(
         f"a tensor of layout {tensor.layout} cannot be cut into rows: say how to cut the batch "
         "with split_fn"
+    )
+
+
+def _take_sparse_csr(tensor: Tensor, start: int, stop: int) -> Tensor:
+    bounds = tensor.crow_indices()[start : stop + 1]
+    first, last = int(bounds[0]), int(bounds[-1])
+    return torch.sparse_csr_tensor(
+        bounds - first,
+        tensor.col_indices()[first:last],
+        tensor.values()[first:last],
+        size=(stop - start, *tensor.shape[1:]),
+        check_invariants=False,  # rows of a valid tensor are valid
     )
 
 
