@@ -6,6 +6,7 @@ A new torch release that moves a name breaks this file and ``tests/test_torch_do
 from __future__ import annotations
 
 import functools
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 __all__ = [
     "CPU_KEYS",
     "MODULE_INTERNALS",
     "SCALER_STATE",
+    "SPARSE_CPU_KEYS",
     "NormBase",
     "OutOfMemoryError",
     "TorchDispatchMode",
     "WatchingMode",
+    "around_backward",
     "aten_operators",
+    "backend_slot_name",
     "base_of",
     "dlpack_of",
     "foreach_copy",
     "has_kernel",
+    "host_storage_at",
     "is_backward_multithreaded",
     "module_buffers",
     "non_persistent_names",
@@ -48,6 +54,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "without_autocast",
     "written_positions",
 ]
 
@@ -131,9 +138,14 @@ def written_positions(operator: Any) -> tuple[tuple[int, str], ...]:
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 """What :func:`redispatch_of` needs to reach the CPU kernel of an operator, autograd left out."""
 
+SPARSE_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+"""The same for the kernels of sparse COO tensors."""
+
 dlpack_of = torch._C._to_dlpack
 tensor_from_dlpack = torch._C._from_dlpack
 is_backward_multithreaded = torch._C._is_multithreading_enabled
+backend_slot_name = torch._C._get_privateuse1_backend_name
+without_autocast = torch._C._DisableAutocast
 set_backward_multithreaded = torch._C._set_multithreading_enabled
 
 setup_python_backend: Any = getattr(
@@ -146,6 +158,11 @@ def python_backend_bases() -> tuple[Any, Any, Any]:
     """Return the classes of a backend's hooks and device guard, and the slot's device type."""
     parts = torch._C._acc
     return parts.PrivateUse1Hooks, parts.DeviceGuard, torch._C._autograd.DeviceType.PrivateUse1
+
+
+def host_storage_at(address: int, num_bytes: int) -> torch.UntypedStorage:
+    """Return a CPU storage over memory that something else owns and keeps alive."""
+    return torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), num_bytes)
 
 
 def aten_operators() -> Iterator[Any]:
@@ -177,3 +194,26 @@ def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     """Return the mapping itself of optimizer id -> whether its gradients were unscaled."""
     stages: dict[int, dict[str, Any]] = scaler._per_optimizer_states
     return stages
+
+
+@contextmanager
+def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter ``context()`` around every run of the autograd engine inside the block.
+
+    A torch function mode is switched off while torch runs ``backward`` or ``autograd.grad`` for it,
+    and with them everything that a checkpoint recomputes. Does nothing where the name moved.
+    """
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is None:
+        yield
+        return
+
+    def entering(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = entering  # type: ignore[attr-defined]  # put back below
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]  # as found

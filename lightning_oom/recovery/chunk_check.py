@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_oom._torch import read_version
 from lightning_oom.recovery.batch_types import batch_type
 from lightning_oom.recovery.batches import batch_tensors
 from lightning_oom.recovery.batchnorm import find_batch_coupled
@@ -149,10 +150,10 @@ class _Check:
     def _run(self, piece: Any) -> Any:
         args, kwargs = _copy_tensors(piece)
         copies = batch_tensors([args, kwargs])
-        versions = [tensor._version for tensor in copies]  # noqa: SLF001 - torch's documented counter
+        versions = [read_version(tensor) for tensor in copies]
         with fixed_randomness(devices=self._devices):
             output = self._forward(*args, **kwargs)
-        self._touches_input |= versions != [tensor._version for tensor in copies]  # noqa: SLF001 - as above
+        self._touches_input |= versions != [read_version(tensor) for tensor in copies]
         return output
 
 

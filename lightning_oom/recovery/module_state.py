@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_oom._torch import read_version
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -99,7 +101,7 @@ class ModuleState:
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's documented counter
+    return -1 if tensor.is_inference() else int(read_version(tensor))
 
 
 def _mark(value: Any) -> Any:

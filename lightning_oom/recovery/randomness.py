@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_oom._torch import around_backward
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -90,7 +92,8 @@ def fixed_randomness(*, devices: Iterable[torch.device | str] = ()) -> Iterator[
     """
     restore = _remember_generators(devices)
     try:
-        with FixedRandomness() as mode:
+        mode = FixedRandomness()
+        with around_backward(lambda: mode), mode:
             yield mode
     finally:
         restore()
