@@ -21,7 +21,7 @@ from campaign_model import CampaignModel, Recipe, campaign_loader, do_nothing
 from fakes import ListLogger
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from states import Difference, compare, plain_copy
+from states import Difference, compare, plain_copy, user_rows, without_own_keys
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
@@ -102,6 +102,7 @@ class _AllocationFaults(TorchDispatchMode):
         self.at = set(at)
         self.count = 0
         self.num_raised = 0
+        self.paused = False
         self.trace: list[str] = []
         self.update_begins_after: int | None = None
 
@@ -114,7 +115,7 @@ class _AllocationFaults(TorchDispatchMode):
         if func._schema.name.startswith("aten::_foreach_") and func._schema.name.endswith("_"):
             # Below a dispatch mode these kernels do not move the version counters; without one they do.
             torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, Tensor)])
-        if all(value.alias_info is not None for value in func._schema.returns):
+        if self.paused or all(value.alias_info is not None for value in func._schema.returns):
             return out
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
             self.count += 1
@@ -164,9 +165,10 @@ class _FaultInBatch(Callback):
 class _StepOutputs(Callback):
     """Keep what hooks can see: outputs, gradients of each step, metric states of each epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: _AllocationFaults) -> None:
+        self.faults = faults
         self.outputs: list[Any] = []
-        self.gradients: list[Any] = []
+        self.gradients: dict[int, Any] = {}
         self.metrics: list[dict[str, Any]] = []
 
     def on_train_epoch_end(self, trainer, pl_module) -> None:
@@ -177,7 +179,9 @@ class _StepOutputs(Callback):
         self.outputs.append(plain_copy(outputs))
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
-        self.gradients.append(plain_copy([p.grad for p in pl_module.parameters()]))
+        self.faults.paused = True  # our copies are nobody's allocations
+        self.gradients[trainer.global_step] = plain_copy([p.grad for p in pl_module.parameters()])
+        self.faults.paused = False
 
 
 @dataclass(slots=True)
@@ -271,7 +275,7 @@ def fit_once(
     np.random.seed(3)  # noqa: NPY002 the global state is what a user's code draws from
     torch.manual_seed(3)
     injector = _FaultInBatch(scenario.batch if watched else None, fail_at)
-    outputs = _StepOutputs()
+    outputs = _StepOutputs(injector.faults)
     model = CampaignModel(scenario.recipe)
     trainer = scenario.trainer([outputs, injector, *([guard] if guard else [])])
     error = None
@@ -363,8 +367,8 @@ def _visible_state(
             "python": random.getstate(),
             "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002 as above
         },
-        "logged rows": [(step, _without_own_keys(row)) for step, row in trainer.logger.rows],
-        "callback_metrics": _without_own_keys(plain_copy(dict(trainer.callback_metrics))),
+        "logged rows": user_rows(trainer.logger),
+        "callback_metrics": without_own_keys(plain_copy(dict(trainer.callback_metrics))),
         "global_step": trainer.global_step,
         "loops": plain_copy(trainer.fit_loop.state_dict()),
         "precision": plain_copy(trainer.precision_plugin.state_dict()),
@@ -384,7 +388,3 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
         for name, state in states.items()
     }
     return {**joined, "num_updates": metric._update_count}
-
-
-def _without_own_keys(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not key.startswith("oom/")}

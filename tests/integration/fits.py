@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from fakes import ListLogger
 from lightning.pytorch import Callback, LightningModule, Trainer
-from states import plain_copy
+from states import plain_copy, user_rows, without_own_keys
 
 from lightning_oom import OOMRecovery
 
@@ -64,12 +64,11 @@ def weights(model: torch.nn.Module) -> dict[str, Any]:
 
 def end_state(trainer: Trainer) -> dict[str, Any]:
     """Parameters, buffers, optimizer, metrics, logged rows, progress and random state."""
-    rows = trainer.logger.rows if isinstance(trainer.logger, ListLogger) else []
     return {
         "weights": weights(trainer.lightning_module),
         "optimizers": [plain_copy(optimizer.state_dict()) for optimizer in trainer.optimizers],
-        "callback_metrics": _foreign(plain_copy(dict(trainer.callback_metrics))),
-        "rows": [(step, _foreign(row)) for step, row in rows],
+        "callback_metrics": without_own_keys(plain_copy(dict(trainer.callback_metrics))),
+        "rows": user_rows(trainer.logger) if isinstance(trainer.logger, ListLogger) else [],
         "global_step": trainer.global_step,
         "loops": plain_copy(trainer.fit_loop.state_dict()),
         "random": {
@@ -78,10 +77,6 @@ def end_state(trainer: Trainer) -> dict[str, Any]:
             "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002 as above
         },
     }
-
-
-def _foreign(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not key.startswith("oom/")}
 
 
 def notes_of(error: BaseException) -> str:

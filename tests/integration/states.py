@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Difference", "compare", "plain_copy"]
+if TYPE_CHECKING:
+    from fakes import ListLogger
+
+__all__ = ["Difference", "compare", "plain_copy", "user_rows", "without_own_keys"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +81,14 @@ def _compare_tensors(
         off = float((a - b).abs().max() / a.abs().max().clamp_min(1e-3))
         return [] if off <= tolerance else [Difference(path, f"off by {off:.1e}")]
     return [Difference(path, "NaN in other places")]
+
+
+def without_own_keys(row: dict[str, Any]) -> dict[str, Any]:
+    """What was logged by the user and by Lightning, not by this package."""
+    return {key: value for key, value in row.items() if not key.startswith("oom/")}
+
+
+def user_rows(logger: ListLogger) -> list[tuple[int | None, dict[str, Any]]]:
+    """The rows of a logger as they would be without this package."""
+    rows = [(step, without_own_keys(row)) for step, row in logger.rows]
+    return [(step, row) for step, row in rows if row]

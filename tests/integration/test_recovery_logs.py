@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import ListLogger
 from fits import fit, recovery
 from lightning.pytorch import LightningModule
+from states import user_rows
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -103,12 +103,7 @@ def rows(batch_size: int = 10) -> DataLoader:
 def logged(*callbacks: Any, **options: Any) -> list[tuple[int, dict[str, float]]]:
     """All rows of two epochs, without the guard's own keys."""
     trainer, _ = fit(ManyKeys, rows(), *callbacks, max_epochs=2, **options)
-    assert isinstance(trainer.logger, ListLogger)
-    return [
-        (step, {k: v for k, v in row.items() if not k.startswith("oom/")})
-        for step, row in trainer.logger.rows
-        if any(not k.startswith("oom/") for k in row)
-    ]
+    return user_rows(trainer.logger)
 
 
 def wrong_keys(expected: Any, actual: Any) -> set[str]:
@@ -180,11 +175,7 @@ def test_every_key_is_right_in_chunks(fits):
     guard = recovery(ladder=("chunk",))
     expected = logged()
     trainer, _ = fit(Limited, rows(), guard, max_epochs=2)
-    actual = [
-        (step, {k: v for k, v in row.items() if not k.startswith("oom/")})
-        for step, row in trainer.logger.rows
-        if any(not k.startswith("oom/") for k in row)
-    ]
+    actual = user_rows(trainer.logger)
 
     assert guard.summary.num_recovered >= 1
     assert wrong_keys(expected, actual) == set()
