@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_oom._torch import MODULE_INTERNALS
+from lightning_oom._torchmetrics import is_metric
 from lightning_oom.recovery.snapshot.copies import TensorCopies
 from lightning_oom.recovery.snapshot.values import MAX_DEPTH, Capture
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from lightning_oom.recovery.snapshot.remembered import Attributes as Remembered
 
 __all__ = ["Attributes", "SavedAttributes"]
-
-_LIBRARIES = ("torch.", "torchmetrics.")
 
 
 class Attributes:
@@ -64,7 +63,7 @@ class Attributes:
         self._own = [
             (f"{name}." if name else "", child)
             for name, child in module.named_modules()
-            if child is module or not (type(child).__module__ + ".").startswith(_LIBRARIES)
+            if child is module or not (is_torchs_own(child) or is_metric(child))
         ]
 
     @property
@@ -76,9 +75,7 @@ class Attributes:
         """Remember every attribute."""
         capture = Capture(self._copies)
         skip = self._skip
-        states = [
-            (prefix, capture.attributes(vars(module), skip=skip)) for prefix, module in self._own
-        ]
+        states = [capture.attributes(vars(module), skip=skip) for _, module in self._own]
         capture.seal()
         modes = [(module, module.training) for module in self._modules]
         return SavedAttributes(self._own, states, modes, self._copies.still_latest())
@@ -90,7 +87,7 @@ class SavedAttributes:
     def __init__(
         self,
         owners: list[tuple[str, torch.nn.Module]],
-        states: list[tuple[str, Remembered]],
+        states: list[Remembered],
         modes: list[tuple[torch.nn.Module, bool]],
         current: Callable[[], bool],
     ) -> None:
@@ -111,8 +108,8 @@ class SavedAttributes:
             if module.training is not training:
                 module.training = training
         lost: list[str] = []
-        for prefix, state in self.states:
-            state.restore(prefix, lost)
+        for (prefix, owner), state in zip(self.owners, self.states, strict=True):
+            state.restore(vars(owner), prefix, lost)
         return tuple(lost)
 
     def counters(self) -> dict[str, float]:
@@ -129,3 +126,8 @@ def _count(prefix: str, namespace: dict[str, Any], found: dict[str, float], *, d
             found[f"{prefix}{name}"] = value
         elif depth < MAX_DEPTH and isinstance(value, dict) and name not in MODULE_INTERNALS:
             _count(f"{prefix}{name}.", value, found, depth=depth + 1)
+
+
+def is_torchs_own(module: torch.nn.Module) -> bool:
+    """Tell whether a module's class comes with torch; such a module keeps no state of a step."""
+    return type(module).__module__.partition(".")[0] == "torch"

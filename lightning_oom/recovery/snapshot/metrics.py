@@ -68,7 +68,7 @@ class Metrics:
         """Remember every attribute of every metric."""
         capture = Capture(self._copies, small_bytes=None)
         states = [
-            (name, capture.attributes(vars(metric), skip=skip))
+            (name, metric, capture.attributes(vars(metric), skip=skip))
             for name, metric, skip in self._found
         ]
         capture.seal()
@@ -80,7 +80,11 @@ class SavedMetrics:
 
     __slots__ = ("_current", "_states")
 
-    def __init__(self, states: list[tuple[str, Attributes]], current: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        states: list[tuple[str, torch.nn.Module, Attributes]],
+        current: Callable[[], bool],
+    ) -> None:
         self._states, self._current = states, current
 
     def restore(self) -> tuple[str, ...]:
@@ -92,8 +96,8 @@ class SavedMetrics:
         if not self._current():
             raise RuntimeError("these metrics were saved before a later snapshot was taken")
         lost: list[str] = []
-        for prefix, state in self._states:
-            state.restore(prefix, lost)
+        for prefix, metric, state in self._states:
+            state.restore(vars(metric), prefix, lost)
         return tuple(lost)
 
 
@@ -120,13 +124,9 @@ def _kept_plainly(prefix: str, namespace: dict[str, Any]) -> list[tuple[str, tor
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for key, entry in entries:
             if isinstance(entry, torch.nn.Module) and is_metric(entry):
+                path = f"{prefix}{name}[{key!r}]"
                 found += [
-                    (
-                        f"{prefix}{name}[{key!r}].{inner}."
-                        if inner
-                        else f"{prefix}{name}[{key!r}].",
-                        m,
-                    )
-                    for inner, m in entry.named_modules()
+                    (f"{path}.{inner}." if inner else f"{path}.", part)
+                    for inner, part in entry.named_modules()
                 ]
     return found

@@ -214,21 +214,14 @@ class Tuple(Remembered):
 
 
 class Attributes:
-    """The ``__dict__`` of a module or an object."""
+    """The ``__dict__`` of a module or an object, which itself is not referred to."""
 
-    def __init__(
-        self, namespace: dict[str, Any], entries: Entries, skip: Collection[str] = ()
-    ) -> None:
-        self._namespace, self.entries, self._skip = namespace, entries, skip
+    def __init__(self, entries: Entries, skip: Collection[str] = ()) -> None:
+        self.entries, self._skip = entries, skip
 
-    @property
-    def weak(self) -> bool:
-        """See :attr:`Remembered.weak`."""
-        return self.entries.weak
-
-    def restore(self, prefix: str, lost: list[str]) -> None:
+    def restore(self, namespace: dict[str, Any], prefix: str, lost: list[str]) -> None:
         """Bind every name to the object it had, and drop the names that are new."""
-        namespace, plain = self._namespace, self.entries.plain
+        plain = self.entries.plain
         for name in namespace.keys() - plain.keys():
             if name not in self._skip:
                 del namespace[name]
@@ -247,7 +240,7 @@ class Object(Remembered):
     """An object of a user's class, and its attributes."""
 
     def __init__(self, value: Any, attributes: Attributes) -> None:
-        self.weak = attributes.weak
+        self.weak = attributes.entries.weak
         self._refer = _weakly(value) if self.weak else _strongly(value)
         self._attributes = attributes
 
@@ -257,7 +250,7 @@ class Object(Remembered):
         if value is None:
             lost.append(path)
             return GONE
-        self._attributes.restore(f"{path}.", lost)
+        self._attributes.restore(vars(value), f"{path}.", lost)
         return value
 
 
@@ -291,7 +284,8 @@ def _same_entries(target: Any, entries: Any) -> bool:
     if len(target) != len(entries):
         return False
     if isinstance(entries, dict):
-        pairs = zip(dict.items(target), entries.items(), strict=True)
+        base: Any = OrderedDict if isinstance(target, OrderedDict) else dict
+        pairs = zip(base.items(target), entries.items(), strict=True)
         return all(k is j and a is b for (k, a), (j, b) in pairs)
     return all(a is b for a, b in zip(target, entries, strict=True))
 

@@ -92,9 +92,8 @@ def _merge_growth(entries: Any, before: int, rows: Sequence[int]) -> None:
 
 def _slots(saved: SavedAttributes) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield path, dictionary, key and earlier value of what may have been counted twice."""
-    for (prefix, owner), (_, state) in zip(saved.owners, saved.states, strict=True):
-        namespace = vars(owner)
-        yield from _entries(prefix, namespace, state.entries)
+    for (prefix, owner), state in zip(saved.owners, saved.states, strict=True):
+        yield from _entries(prefix, vars(owner), state.entries)
 
 
 def _entries(prefix: str, namespace: Any, entries: Any) -> Iterator[tuple[str, Any, Any, Any]]:

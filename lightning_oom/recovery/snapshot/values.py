@@ -99,7 +99,7 @@ class Capture:
         plain = namespace.copy()
         for name in skip:  # three times faster than a comprehension that asks for each entry
             plain.pop(name, None)
-        return by_kind.Attributes(namespace, self.entries(plain, list(plain.items())), skip)
+        return by_kind.Attributes(self.entries(plain, list(plain.items())), skip)
 
     def seal(self) -> None:
         """Copy the small tensors that were met, all at once, and forget the objects."""
