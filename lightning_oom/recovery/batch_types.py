@@ -51,6 +51,10 @@ def _itself(node: Any, _children: list[Any]) -> Any:
     return node
 
 
+def _as_it_is(node: Any) -> Any:
+    return node
+
+
 def _no_rows(_node: Any) -> int | None:
     return None
 
@@ -78,6 +82,7 @@ class BatchType:
         rows: Number of rows, ``None`` if it has none. For leaves.
         take: The rows ``[start, stop)`` of a leaf with rows, a view if the type allows it.
         tensors: Every tensor inside a leaf.
+        copied: A leaf that is a container itself, copied without its tensors.
         shape: What an error message says of the leaf's shape.
         opaque: The type is unknown: shared, unless it turns out to hold rows.
     """
@@ -88,6 +93,7 @@ class BatchType:
     rows: Callable[[Any], int | None] = _no_rows
     take: Callable[[Any, int, int], Any] = _whole
     tensors: Callable[[Any], list[Tensor]] = _no_tensors
+    copied: Callable[[Any], Any] = _as_it_is
     shape: Callable[[Any], str] = _type_name
     opaque: bool = False
 
@@ -150,12 +156,18 @@ def register_splitter(
     register_batch_type(cls, handler)
 
 
-def register_batch_type(cls: type, handler: BatchType) -> None:
+def register_batch_type(cls: type, handler: BatchType | Callable[[Any], BatchType]) -> None:
     """Enter a full :class:`BatchType` for ``cls`` and its subclasses.
 
     :func:`register_splitter` is the short form for leaves with rows.
+
+    Args:
+        cls: The type.
+        handler: Its entry, or a function from an object to its entry.
     """
-    _batch_type.register(cls, lambda _node: handler)
+    _batch_type.register(
+        cls, (lambda _node: handler) if isinstance(handler, BatchType) else handler
+    )
 
 
 def attribute_tensors(node: Any, *, depth: int = 3) -> list[Tensor]:

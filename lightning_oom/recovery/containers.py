@@ -31,9 +31,7 @@ def copy_containers(batch: Any) -> Any:
     if kind.role in ("fields", "items"):
         children = [copy_containers(child) for _, child in kind.children(batch)]
         return kind.rebuild(batch, children)
-    if isinstance(batch, set):
-        return batch.copy()
-    return batch
+    return batch.copy() if isinstance(batch, set) else kind.copied(batch)
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:

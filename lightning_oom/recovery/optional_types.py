@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -18,14 +19,14 @@ def register() -> None:
     """Enter the types of every package of this module that the process has imported."""
     tensordict = sys.modules.get("tensordict")
     if tensordict is not None:
-        register_batch_type(tensordict.TensorDictBase, _TENSORDICT)
+        register_batch_type(tensordict.TensorDictBase, _tensordict_type)
     geometric = sys.modules.get("torch_geometric.data")
     if geometric is not None:
         register_batch_type(geometric.Batch, _GRAPHS)
 
 
-def _tensordict_rows(node: Any) -> int | None:
-    return int(node.batch_size[0]) if len(node.batch_size) else None
+def _tensordict_rows(node: Any) -> int:
+    return int(node.batch_size[0])
 
 
 def _tensordict_take(node: Any, start: int, stop: int) -> Any:
@@ -36,16 +37,37 @@ def _tensordict_tensors(node: Any) -> list[Any]:
     return list(node.values(include_nested=True, leaves_only=True))
 
 
+def _tensordict_copied(node: Any) -> Any:
+    return node.copy()
+
+
 def _batch_shape(node: Any) -> str:
     return f"(batch_size {tuple(node.batch_size)})"
 
 
-_TENSORDICT = BatchType(
+def _tensordict_children(node: Any) -> list[tuple[str, Any]]:
+    return [(f"[{key!r}]", value) for key, value in node.items()]
+
+
+def _tensordict_rebuild(node: Any, values: list[Any]) -> Any:
+    rebuilt = node.empty()
+    for key, value in zip(node.keys(), values, strict=True):
+        rebuilt[key] = value
+    return rebuilt
+
+
+def _tensordict_type(node: Any) -> BatchType:
+    return _ROWS_DICT if len(node.batch_size) else _FIELDS_DICT
+
+
+_FIELDS_DICT = BatchType(role="fields", children=_tensordict_children, rebuild=_tensordict_rebuild)
+_ROWS_DICT = BatchType(
     role="rows",
     rows=_tensordict_rows,
     take=_tensordict_take,
     tensors=_tensordict_tensors,
     shape=_batch_shape,
+    copied=_tensordict_copied,
 )
 
 
@@ -56,7 +78,7 @@ def _graph_rows(batch: Any) -> int:
 def _graph_take(batch: Any, start: int, stop: int) -> Any:
     """Graphs [start, stop) in a new batch; their tensors are copied, as edges are renumbered."""
     graphs = [batch.get_example(index) for index in range(start, stop)]
-    return type(batch).from_data_list(graphs)
+    return sys.modules["torch_geometric.data"].Batch.from_data_list(graphs)
 
 
 def _graph_shape(batch: Any) -> str:
@@ -64,5 +86,10 @@ def _graph_shape(batch: Any) -> str:
 
 
 _GRAPHS = BatchType(
-    role="rows", rows=_graph_rows, take=_graph_take, tensors=attribute_tensors, shape=_graph_shape
+    role="rows",
+    rows=_graph_rows,
+    take=_graph_take,
+    tensors=attribute_tensors,
+    shape=_graph_shape,
+    copied=copy.copy,
 )
