@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import sympy  # noqa: F401 - torch imports it late, and it adds a warnings filter
 import torch
 
 if TYPE_CHECKING:
