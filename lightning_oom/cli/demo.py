@@ -7,6 +7,7 @@ with the same limit and :class:`~lightning_oom.OOMRecovery`, where it ends with 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import shutil
 from pathlib import Path
@@ -21,7 +22,9 @@ from lightning_oom.units import format_bytes, parse_bytes
 __all__ = ["add_arguments", "run"]
 
 _LIMIT_FRACTION = 0.6
-"""Of the unlimited run's peak: one batch in five is too long for it."""
+"""Of the unlimited run's peak: one batch in six is too long for it."""
+
+_RUNS = ("unlimited", "limited", "recovered")
 
 _SAME_WEIGHTS = 1e-4
 """The largest difference that rounding explains; the demo fails above it."""
@@ -29,11 +32,12 @@ _SAME_WEIGHTS = 1e-4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the demo to ``parser``."""
-    parser.add_argument(
-        "--steps", type=int, default=100, help="optimizer steps a run (%(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps a run (%(default)s)")
     parser.add_argument(
         "--limit", type=_amount, help=f"such as '64 MiB' ({_LIMIT_FRACTION} of the unlimited peak)"
+    )
+    parser.add_argument(
+        "--block-length", type=int, default=2048, help="longest function, in tokens (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (%(default)s)")
     parser.add_argument(
@@ -71,6 +75,8 @@ def run(arguments: argparse.Namespace, *, console: Console | None = None) -> int
     console.print(_table(unlimited, died, recovered))
     death = died.error or "nothing, no batch passed the limit"
     console.print(f"What the limited run died of: {death}", soft_wrap=True)
+    if recovered.error is not None:
+        console.print(f"Not recovered: {recovered.error}\n{recovered.notes}", soft_wrap=True)
     console.print(f"Look at the logs: tensorboard --logdir {arguments.output}", soft_wrap=True)
     difference = recovered.weight_difference(unlimited)
     return int(difference is None or difference > _SAME_WEIGHTS)
@@ -88,12 +94,18 @@ def _three_runs(
     arguments: argparse.Namespace, console: Console
 ) -> tuple[DemoRun, DemoRun, DemoRun]:
     device = choose_device(arguments.device)
-    steps, seed, output = arguments.steps, arguments.seed, arguments.output
-    names = ("unlimited", "limited", "recovered")
-    for name in names:
-        shutil.rmtree(output / name, ignore_errors=True)
+    begin = functools.partial(
+        train,
+        device=device,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        block_length=arguments.block_length,
+        output=arguments.output,
+    )
+    for name in _RUNS:
+        shutil.rmtree(arguments.output / name, ignore_errors=True)
     console.rule(f"1/3 unlimited, on {device}")
-    unlimited = train(names[0], device=device, steps=steps, seed=seed, output=output)
+    unlimited = begin(_RUNS[0])
     if unlimited.error is not None:
         raise ValueError(f"{device} is too small or too full for the demo: {unlimited.error}")
     limit = arguments.limit
@@ -101,17 +113,9 @@ def _three_runs(
         limit = int(_LIMIT_FRACTION * unlimited.peak_bytes)
     shown = f"limit {format_bytes(limit)}, {limit / unlimited.peak_bytes:.0%} of the peak"
     console.rule(f"2/3 {shown}, without the pack")
-    died = train(names[1], device=device, steps=steps, seed=seed, output=output, limit_bytes=limit)
+    died = begin(_RUNS[1], limit_bytes=limit)
     console.rule(f"3/3 {shown}, with OOMRecovery")
-    recovered = train(
-        names[2],
-        device=device,
-        steps=steps,
-        seed=seed,
-        output=output,
-        limit_bytes=limit,
-        recovery=OOMRecovery(),
-    )
+    recovered = begin(_RUNS[2], limit_bytes=limit, recovery=OOMRecovery())
     return unlimited, died, recovered
 
 

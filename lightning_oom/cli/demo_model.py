@@ -43,7 +43,7 @@ class TinyGPT(LightningModule):
         width: int = 64,
         num_layers: int = 2,
         num_heads: int = 2,
-        block_length: int = 1024,
+        block_length: int = 2048,
         learning_rate: float = 0.3,
     ) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ import time
 import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,6 @@ from lightning_oom.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from lightning_oom import OOMRecovery
 
@@ -44,6 +44,7 @@ class DemoRun:
         seconds: Duration of the fit.
         loss: Loss of the last finished step; ``None`` before the first.
         error: First line of the OOM that ended the run; ``None`` when it finished.
+        notes: What the pack noted on that error; empty without it.
         weights: Parameters at the end, on the host.
         peaks: Largest peak seen for each batch shape (bytes); empty with recovery, which reads peaks
             itself.
@@ -56,6 +57,7 @@ class DemoRun:
     seconds: float
     loss: float | None
     error: str | None
+    notes: str
     weights: dict[str, Tensor]
     peaks: dict[tuple[int, ...], int]
     summary: Any | None
@@ -98,6 +100,7 @@ def train(
     device: str,
     steps: int,
     seed: int,
+    block_length: int,
     output: Path,
     limit_bytes: int | None = None,
     recovery: OOMRecovery | None = None,
@@ -109,6 +112,7 @@ def train(
         device: ``"cuda:0"`` or ``"simgpu:0"``.
         steps: Optimizer steps.
         seed: Of the weights and of the order of the batches.
+        block_length: Longest row, in tokens.
         output: Folder of all logs.
         limit_bytes: What the device may hold; ``None`` for all it has.
         recovery: The callback under demonstration; ``None`` trains without it.
@@ -120,10 +124,12 @@ def train(
         Exception: Anything but an OOM that the training raises.
     """
     seed_everything(seed, verbose=False)
-    model, data, watch = TinyGPT(), StdlibFunctions(seed=seed), _PeakOfEachShape(device)
+    model = TinyGPT(block_length=block_length)
+    data = StdlibFunctions(block_length=block_length, seed=seed)
+    watch = _PeakOfEachShape(device)
     data.setup("fit")  # tokenizing is no part of the training time
     strategy, limit = _limited(device, limit_bytes)
-    error = None
+    error, notes = None, ""
     start = time.perf_counter()
     with limit:
         trainer = Trainer(
@@ -145,6 +151,7 @@ def train(
             if cause is None:
                 raise
             error = cause.message.splitlines()[0]
+            notes = "\n".join(getattr(caught, "__notes__", ()))
     seconds = time.perf_counter() - start
     loss = trainer.callback_metrics.get("train/loss")
     return DemoRun(
@@ -154,6 +161,7 @@ def train(
         seconds=seconds,
         loss=None if loss is None else float(loss),
         error=error,
+        notes=notes,
         weights=_to_host(model),
         peaks=watch.peaks,
         summary=None if recovery is None else recovery.summary,
@@ -162,17 +170,21 @@ def train(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave the screen to the progress bars and the table: no notices of Lightning inside."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Leave the screen to the progress bars, the table and what the pack says of each OOM."""
+    notices = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    notices.addFilter(_is_ours)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="lightning\\.(pytorch|fabric)")
             warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
             yield
     finally:
-        logger.setLevel(level)
+        notices.removeFilter(_is_ours)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Say whether a notice comes from the pack: Lightning's own go through the same logger."""
+    return Path(record.pathname).is_relative_to(Path(__file__).parents[1])
 
 
 class _Bar(RichProgressBar):

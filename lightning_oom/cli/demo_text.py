@@ -49,7 +49,7 @@ class StdlibFunctions(LightningDataModule):
     """
 
     def __init__(
-        self, *, rows: int = 8, block_length: int = 1024, num_tokens: int = 1024, seed: int = 0
+        self, *, rows: int = 8, block_length: int = 2048, num_tokens: int = 1024, seed: int = 0
     ) -> None:
         super().__init__()
         for name, number, least in (

@@ -16,7 +16,7 @@ def arguments(*argv: str) -> Namespace:
     """Read arguments as the command line does."""
     parser = ArgumentParser()
     demo.add_arguments(parser)
-    return parser.parse_args(["--device", "simgpu", *argv])
+    return parser.parse_args(["--device", "simgpu", "--block-length", "512", *argv])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_limit_that_no_batch_passes_is_said_plainly(tmp_path) -> None:
 def test_two_runs_are_the_same(tmp_path) -> None:
     """The demo is deterministic: the same seed gives the same weights, another seed others."""
     first, again, other = (
-        train(name, device="simgpu:0", steps=2, seed=seed, output=tmp_path)
+        train(name, device="simgpu:0", steps=2, seed=seed, block_length=256, output=tmp_path)
         for name, seed in (("first", 0), ("again", 0), ("other", 1))
     )
 
