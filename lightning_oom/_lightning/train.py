@@ -15,6 +15,8 @@ from lightning_oom._lightning.support import overrides
 from lightning_oom.recovery.batches import count_rows, split_batch
 from lightning_oom.recovery.batchnorm import merged_batchnorm
 from lightning_oom.recovery.chunked import chunked_children
+from lightning_oom.recovery.classify import classify_oom
+from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.gradients import GradientGuard
 from lightning_oom.recovery.outputs import merge_outputs
 from lightning_oom.recovery.separability import check_separable
@@ -102,7 +104,7 @@ def install_closures(setup: TrainSetup, run: Callable[[TrainProgram], Any]) -> U
             program.wire(zero_grad, backward)
             return run(program)
 
-        closure.closure = guarded
+        vars(closure)["closure"] = guarded
         return closure
 
     undo = shadow(loop, "_make_closure", make_closure)
@@ -301,7 +303,7 @@ class TrainProgram:
             results.batch, results.batch_size = batch, None
         recorder.replay()
         setup.gradients.merge()
-        loss = sum(losses[1:], losses[0]) if losses else None
+        loss = torch.stack(losses).sum() if losses else None
         if loss is not None and self._plain_backward is not None:
             self.phase = "after_backward"
             setup.trainer.precision_plugin.post_backward(loss, setup.module)
@@ -310,7 +312,9 @@ class TrainProgram:
     def _run_each(
         self, parts: list[Any], weights: list[float], recorder: Any, norms: Any
     ) -> tuple[list[torch.Tensor], list[Any], list[dict[str, float]]]:
-        losses, extras, counted = [], [], []
+        losses: list[torch.Tensor] = []
+        extras: list[Any] = []
+        counted: list[dict[str, float]] = []
         for index in range(len(parts)):
             part, parts[index] = parts[index], None
             self.phase = "forward"
@@ -321,13 +325,14 @@ class TrainProgram:
                 self.phase = "forward"
             with recorder.micro_batch(index, part):
                 output = self.setup.loop._make_step_fn(OrderedDict(self.kwargs, batch=part))()
-                if output.closure_loss is not None and weights[index]:
-                    losses.append(output.loss * weights[index])
-                    self._backward(output.closure_loss, weights[index])
+                loss = output.closure_loss
+                if loss is not None and weights[index]:
+                    losses.append(loss.detach() * weights[index])
+                    self._backward(loss, weights[index])
             extras.append(output.extra)
             if self._saved is not None:
                 counted.append(self._saved.of(self.setup.attributes).counters())
-            del output, part
+            del output, loss, part
         return losses, extras, counted
 
     def _backward(self, loss: torch.Tensor, weight: float) -> None:
@@ -363,30 +368,46 @@ class TrainProgram:
 
     # -- separability
     def check_separability(self) -> Separability:
-        """Compare gradients of a slice with those of its parts; the engine puts state back."""
-        setup = self.setup
-        named = [(n, p) for n, p in setup.module.named_parameters() if p.requires_grad]
-        parameters = [p for _, p in named]
-        recorder = LogRecorder(setup.trainer, rows=[1], log_merge={})
+        """Compare a slice with its parts: gradients, or losses where gradients do not fit.
 
-        def gradients_of(batch: Any) -> Sequence[torch.Tensor | None]:
+        The engine puts the state back.
+        """
+        named = [(n, p) for n, p in self.setup.module.named_parameters() if p.requires_grad]
+        try:
+            with torch.enable_grad():
+                return self._compare(
+                    lambda loss: torch.autograd.grad(
+                        loss, [p for _, p in named], allow_unused=True
+                    ),
+                    [name for name, _ in named],
+                )
+        except Exception as error:
+            if classify_oom(error) is None:
+                raise
+            clear_frames(error)
+        collect_garbage()
+        with torch.no_grad():
+            return self._compare(lambda loss: [loss.detach()], ["loss"])
+
+    def _compare(
+        self, measure: Callable[[torch.Tensor], Sequence[torch.Tensor | None]], names: list[str]
+    ) -> Separability:
+        setup = self.setup
+
+        def measures_of(batch: Any) -> Sequence[torch.Tensor | None]:
             if self.on_host:
                 batch = setup.transfer.move(batch)
-            kwargs = OrderedDict(self.kwargs, batch=batch)
-            loss = setup.loop._make_step_fn(kwargs)().closure_loss
-            if loss is None or not loss.requires_grad:
-                return [None] * len(parameters)
-            return torch.autograd.grad(loss, parameters, allow_unused=True)
+            loss = setup.loop._make_step_fn(OrderedDict(self.kwargs, batch=batch))().closure_loss
+            if loss is None or (torch.is_grad_enabled() and not loss.requires_grad):
+                return [None] * len(names)
+            return measure(loss)
 
-        with recorder, torch.enable_grad():
+        with LogRecorder(setup.trainer, rows=[1]):
             return check_separable(
-                gradients_of,
-                self._fresh_batch(),
-                names=[name for name, _ in named],
-                weight_fn=setup.weight_fn,
+                measures_of, self._fresh_batch(), names=names, weight_fn=setup.weight_fn
             )
 
 
-def _without_hooks(tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:
+def _without_hooks(tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:  # noqa: ARG001 - Lightning's signature
     """Stand in for ``post_backward`` of every micro-batch; its hooks run once, after the last."""
     return tensor.detach()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_oom._lightning.session import RecoveryOptions, RecoverySession
@@ -293,7 +293,7 @@ class OOMRecovery(Callback):
         for logger in trainer.loggers:
             try:
                 logger.log_metrics(row, step=trainer.global_step)
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - every logger gets its turn
                 self._warn_once(
                     f"OOMRecovery could not log to {type(logger).__name__}: "
                     f"{type(error).__name__}: {error}",
@@ -320,11 +320,12 @@ class OOMRecovery(Callback):
         summary = self.summary
         if not summary.num_oom and not summary.num_optimizer:
             return []
-        lines = [
+        first = (
             f"OOMRecovery: {summary.num_oom} batches ran out of memory, {summary.num_recovered} "
             f"recovered, {summary.num_skipped} skipped; {summary.num_failed_attempts} failed "
             f"attempts, {summary.wasted_seconds:.1f} s lost."
-        ]
+        )
+        lines = [first]
         if summary.fewest_rows is not None:
             lines.append(
                 "To start the next run where this one ended: OOMRecovery(max_rows="

@@ -109,7 +109,7 @@ class ChunkRung:
 
     name = "chunk"
 
-    def __init__(self, *, num_tries: int = 2) -> None:
+    def __init__(self, *, num_tries: int = 4) -> None:
         self.num_tries = num_tries
 
     def next_plan(self, trial: Trial) -> AttemptPlan | None:

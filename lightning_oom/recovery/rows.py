@@ -123,6 +123,8 @@ class RowsPolicy:
         self._num_surprises = 0
         self._num_successes = 0
         self._probe: _Probe | None = None
+        self._last_limit: int | None = None
+        self._last_base: int | None = None
 
     def propose(
         self,
@@ -137,8 +139,8 @@ class RowsPolicy:
         Args:
             signature: What the batch looks like.
             rows: Rows of the batch, at least 1.
-            limit_bytes: What the device can hold now; ``None`` for unknown.
-            base_bytes: Allocated before the step; ``None`` for unknown.
+            limit_bytes: What the device can hold now; ``None`` for what was last said, if anything.
+            base_bytes: Allocated before the step; ``None`` likewise.
 
         Returns:
             Rows in [1, ``rows``], balanced: the fewest that need that many micro-batches.
@@ -146,6 +148,7 @@ class RowsPolicy:
         if not self._failed:
             return rows
         place = self._place(signature)
+        limit_bytes, base_bytes = self._bases(limit_bytes, base_bytes)
         if self._probe is not None and self._probe.place is place:
             return min(rows, self._probe.rows)
         self._probe = None
@@ -178,8 +181,8 @@ class RowsPolicy:
             signature: What the batch looks like.
             failed_rows: Rows that ran together when memory ran out, at least 1.
             rows: Rows of the batch; with it the answer is balanced.
-            limit_bytes: What the device can hold; ``None`` for unknown.
-            base_bytes: Allocated before the step; ``None`` for unknown.
+            limit_bytes: What the device can hold; ``None`` for what was last said.
+            base_bytes: Allocated before the step; ``None`` for what was last said.
 
         Returns:
             At most three quarters of ``failed_rows``; half of it where nothing is known.
@@ -187,7 +190,9 @@ class RowsPolicy:
         if failed_rows <= 1:
             return None
         place = self._place(signature)
-        wanted = self._wanted(place, failed_rows, limit_bytes, base_bytes)
+        limit_bytes, base_bytes = self._bases(limit_bytes, base_bytes)
+        known = place.group.peaks.predict(place.dims, failed_rows) is not None
+        wanted = self._wanted(place, failed_rows, limit_bytes, base_bytes) if known else None
         fewer = failed_rows // 2 if wanted is None else min(wanted, failed_rows * 3 // 4)
         chosen = max(1, min(self._clip(place, fewer, failed_rows), failed_rows - 1))
         return _balance(rows, chosen) if rows is not None else chosen
@@ -214,7 +219,8 @@ class RowsPolicy:
         place = self._place(signature)
         if peak_bytes is not None:
             place.read_rows.add(rows_together)
-            place.group.peaks.observe(place.dims, rows_together, peak_bytes - (base_bytes or 0))
+            base = self._bases(None, base_bytes)[1] or 0
+            place.group.peaks.observe(place.dims, rows_together, peak_bytes - base)
             self._largest_fit = max(self._largest_fit, peak_bytes)
         if not self._failed and not near_miss:
             place.largest_whole = max(place.largest_whole, rows_together)
@@ -237,10 +243,11 @@ class RowsPolicy:
         Args:
             signature: What the batch looks like.
             rows_together: The number of rows that ran together.
-            limit_bytes: What the device can hold; ``None`` for unknown.
-            base_bytes: Allocated before the step; ``None`` for unknown.
+            limit_bytes: What the device can hold; ``None`` for what was last said.
+            base_bytes: Allocated before the step; ``None`` for what was last said.
         """
         place = self._place(signature)
+        limit_bytes, base_bytes = self._bases(limit_bytes, base_bytes)
         if not self._failed:
             self._remember_whole_batches()
             self._failed = True
@@ -310,6 +317,14 @@ class RowsPolicy:
         self._failed, self._usable_fraction, self._largest_fit, self._backoff = numbers
         self._probe, self._num_held_back = None, 0
         return True
+
+    def _bases(
+        self, limit_bytes: int | None, base_bytes: int | None
+    ) -> tuple[int | None, int | None]:
+        """Remember what is said, and fill in what is not."""
+        self._last_limit = self._last_limit if limit_bytes is None else limit_bytes
+        self._last_base = self._last_base if base_bytes is None else base_bytes
+        return self._last_limit, self._last_base
 
     def _place(self, signature: BatchSignature) -> _Place:
         place = self._places.get(signature)

@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_oom.errors import BatchSplitError, add_note
-from lightning_oom.memory import read_memory, release_cached, reset_peak
+from lightning_oom.memory import read_memory, release_cached
 from lightning_oom.recovery.batches import count_rows, describe_batch
 from lightning_oom.recovery.classify import OOMCause, classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.events import StepOutcome
-from lightning_oom.recovery.plan import AttemptPlan, Failure, Mode, Trial
+from lightning_oom.recovery.learning import RowsLearning
+from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
 from lightning_oom.recovery.separability import Separability
 from lightning_oom.recovery.snapshot.compose import SavedSnapshot, Snapshot
 
@@ -132,8 +133,7 @@ class GuardedStep:
         self.split_inseparable = split_inseparable
         self.on_unrecoverable = on_unrecoverable
         self._verdicts: dict[str, Separability] = {}
-        self._watch_peaks = False
-        self._bases: tuple[int | None, int | None] = (None, None)
+        self.learning = RowsLearning(policies, device=device, read=self._read)
 
     # -- one step
     def run(self, program: Program) -> Any:
@@ -146,9 +146,11 @@ class GuardedStep:
             Exception: The last attempt's error when no remedy is left, unwrapped, with a note.
             BatchSplitError: A split is needed and the batch cannot be cut; the OOM is its cause.
         """
-        saved: SavedSnapshot | None = self._take(program)
-        program.begin(saved)
-        trial = self._open(program, saved)
+        taken = self._take(program)
+        saved: SavedSnapshot | None = taken
+        program.begin(taken)
+        trial = self._open(program, taken)
+        del taken
         plan: AttemptPlan | None = self._first_plan(program, trial)
         error: Exception | None = None
         while plan is not None and saved is not None:
@@ -234,21 +236,7 @@ class GuardedStep:
                 signature = describe_batch(program.batch)
         except BatchSplitError as error:
             refused = str(error)
-        policies = self.policies
-
-        def propose(mode: Mode) -> int:
-            if signature is None or rows is None:
-                return 1
-            reading_limit, base = self._bases
-            return policies.of(mode).propose(
-                signature, rows, limit_bytes=reading_limit, base_bytes=base
-            )
-
-        def shrink(mode: Mode, failed: int) -> int | None:
-            if signature is None:
-                return None
-            return policies.of(mode).next_rows(signature, failed)
-
+        learning = self.learning
         return Trial(
             rows=rows,
             signature=signature,
@@ -256,8 +244,8 @@ class GuardedStep:
             can_split=program.can_split,
             can_chunk=program.can_chunk,
             separability=lambda: self._separability(program, signature, saved),
-            propose=propose,
-            shrink=shrink,
+            propose=lambda mode: learning.propose(mode, signature, rows),
+            shrink=lambda mode, failed: learning.shrink(mode, signature, rows, failed),
         )
 
     def _first_plan(self, program: Program, trial: Trial) -> AttemptPlan:
@@ -294,8 +282,7 @@ class GuardedStep:
         with contextlib.ExitStack() as stack:
             for context in plan.contexts:
                 stack.enter_context(context())
-            if self._watch_peaks:
-                reset_peak(self.device)
+            self.learning.before_attempt()
             if plan.mode == "split" and plan.rows_together is not None:
                 return program.run_parts(plan.rows_together)
             if plan.mode == "chunk" and plan.rows_together is not None and trial.rows is not None:
@@ -324,7 +311,7 @@ class GuardedStep:
             return None
         if before.allocated_bytes is None or after.allocated_bytes is None:
             return None
-        self._bases = (after.limit_bytes, after.allocated_bytes)
+        self.learning.note_base(after)
         return max(0, before.allocated_bytes - after.allocated_bytes)
 
     def _separability(
@@ -363,42 +350,10 @@ class GuardedStep:
         program.succeed()
         if plan.mode == "whole":
             saved.learn()
-        if trial.signature is not None and trial.rows is not None:
-            self._learn(trial, plan)
+        self.learning.after_success(trial, plan)
         if trial.failures:
-            self._watch_peaks = True
-            if plan.mode != "whole":
-                self.policies.preferred = plan.mode
             program.learn(trial, plan)
             self.report(self._outcome(program, trial, plan=plan, recovered=True))
-
-    def _learn(self, trial: Trial, plan: AttemptPlan) -> None:
-        rows = plan.rows_together or trial.rows
-        modes: tuple[Mode, ...] = ("split", "chunk") if plan.mode == "whole" else (plan.mode,)
-        if plan.contexts:
-            return
-        for mode in modes:
-            policy = self.policies.of(mode)
-            self._learn_failures(trial, mode, rows if plan.mode == mode else None)
-            peak = base = None
-            if self._watch_peaks and policy.wants_peak(trial.signature, rows):
-                reading = self._read()
-                peak = reading.peak_allocated_bytes if reading is not None else None
-                base = self._bases[1]
-            policy.record_success(trial.signature, rows, peak_bytes=peak, base_bytes=base)
-
-    def _learn_failures(self, trial: Trial, mode: Mode, fits: int | None) -> None:
-        policy = self.policies.of(mode)
-        for failure in trial.failures:
-            if failure.plan.contexts or failure.cause.confidence == "likely":
-                continue
-            rows = failure.plan.rows_together
-            if failure.plan.mode == "whole":
-                rows = trial.rows
-            elif failure.plan.mode != mode:
-                continue
-            if rows is not None and (fits is None or rows > fits):
-                policy.record_failure(trial.signature, rows)
 
     def _outcome(
         self,

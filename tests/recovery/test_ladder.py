@@ -85,14 +85,14 @@ def _walk(ladder, trial, **first):
 
 
 def test_rungs_are_tried_in_order_until_a_row_is_left():
-    """Release once, chunk twice, then split down to single rows."""
+    """Release once, chunks down to one row, then micro-batches down to one row."""
     trial = _trial(8)
 
     plans = _walk(Ladder([ReleaseRung(), ChunkRung(), SplitRung()]), trial)
 
     assert [p for p in plans if p[0] == "release"] == [("release", None)]
-    assert [p for p in plans if p[0] == "chunk"] == [("chunk", 7), ("chunk", 3)]
-    assert [p for p in plans if p[0] == "split"] == [("split", 7), ("split", 3), ("split", 1)]
+    assert [p for p in plans if p[0] == "chunk"] == [("chunk", 4), ("chunk", 2), ("chunk", 1)]
+    assert [p for p in plans if p[0] == "split"] == [("split", 4), ("split", 2), ("split", 1)]
     assert set(trial.declined) == {"release", "chunk", "split"}
     assert trial.declined["split"] == "a single row does not fit"
 
@@ -184,7 +184,7 @@ def test_an_ambiguous_error_gets_one_smaller_attempt():
 
     plans = _walk(Ladder([ReleaseRung(), SplitRung()]), trial, cause=_cause("likely"))
 
-    assert plans[:1] == [("split", 7)]
+    assert plans[:1] == [("split", 4)]
 
 
 def test_an_ambiguous_error_that_comes_back_ends_the_ladder():
