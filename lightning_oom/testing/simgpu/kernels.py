@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lightning_oom._torch import CPU_KEYS, redispatch_of
-from lightning_oom.memory.allocator import AllocationFailure
+from lightning_oom._torch import CPU_KEYS, SPARSE_CPU_KEYS, redispatch_of
 from lightning_oom.testing.simgpu.devices import DEVICE_TYPE, SimDevice, find_device
-from lightning_oom.testing.simgpu.storage import adopt, host_view, oom_error
+from lightning_oom.testing.simgpu.placement import adopt_or_raise, refusal_by_host, to_host
+from lightning_oom.testing.simgpu.storage import host_bytes, oom_error
 
 __all__ = ["MANUAL_KERNELS", "run_on_metadata"]
 
@@ -35,20 +35,6 @@ def run_on_metadata(operator: Any) -> Any:
     return kernel
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the CPU tensor behind a device tensor, any other tensor as it is."""
-    return host_view(tensor) if tensor.device.type == DEVICE_TYPE else tensor
-
-
-def adopt_or_raise(host: torch.Tensor, device: SimDevice) -> torch.Tensor:
-    """Adopt a fresh CPU tensor, or raise the device's out-of-memory error."""
-    tensor = adopt(host, device)
-    if isinstance(tensor, AllocationFailure):
-        del host
-        raise oom_error(tensor, device)
-    return tensor
-
-
 def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Write ``src`` into ``self``; either may be on the host."""
     _copy(CPU_KEYS, to_host(self), to_host(src), non_blocking)
@@ -71,7 +57,9 @@ def to_copy(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Copy a tensor to another dtype, layout or device, from or to the simulated one."""
     place = kwargs.pop("device", None)
     kwargs.pop("pin_memory", None)
-    host = _to_copy(CPU_KEYS, to_host(self), device=_CPU, **kwargs)
+    source = to_host(self)
+    keys = CPU_KEYS if source.layout is torch.strided else SPARSE_CPU_KEYS
+    host = _to_copy(keys, source, device=_CPU, **kwargs)
     if place is not None and place.type == "cpu":
         return host  # type: ignore[no-any-return]  # a torch operator
     if place is not None and place.type != DEVICE_TYPE:
@@ -84,7 +72,7 @@ def empty(
 ) -> torch.Tensor:
     """Make an uninitialised device tensor."""
     _refuse_pinned(pin_memory)
-    return adopt_or_raise(_empty(CPU_KEYS, size, device=_CPU, **kwargs), find_device(device))
+    return _make(_empty, (size,), kwargs, find_device(device))
 
 
 def empty_strided(
@@ -92,8 +80,19 @@ def empty_strided(
 ) -> torch.Tensor:
     """Make an uninitialised device tensor with given strides."""
     _refuse_pinned(pin_memory)
-    host = _empty_strided(CPU_KEYS, size, stride, device=_CPU, **kwargs)
-    return adopt_or_raise(host, find_device(device))
+    return _make(_empty_strided, (size, stride), kwargs, find_device(device))
+
+
+def _make(run: Any, args: tuple[Any, ...], options: Any, device: SimDevice) -> torch.Tensor:
+    try:
+        host = run(CPU_KEYS, *args, device=_CPU, **options)
+    except RuntimeError as error:
+        refusal = refusal_by_host(error, device)
+        if refusal is None:
+            raise
+    else:
+        return adopt_or_raise(host, device)
+    raise oom_error(refusal, device)
 
 
 def _refuse_pinned(pin_memory: bool | None) -> None:
@@ -111,18 +110,10 @@ def resize_(
     needed = (offset + like.numel()) * self.itemsize
     if needed > storage.nbytes():
         grown = _empty(CPU_KEYS, (needed,), dtype=torch.uint8, device=_CPU)
-        old = _bytes_of(self)
+        old = host_bytes(storage)
         grown[: old.numel()].copy_(old)
         storage = adopt_or_raise(grown, find_device(self.device)).untyped_storage()
     return _set_storage(CPU_KEYS, self, storage, offset, like.shape, like.stride())  # type: ignore[no-any-return]  # a torch operator
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage behind a device tensor as host bytes."""
-    host = tensor.untyped_storage().host  # type: ignore[attr-defined]  # set by adopt
-    view = _empty(CPU_KEYS, (0,), dtype=torch.uint8, device=_CPU)
-    storage = host.untyped_storage()
-    return _set_storage(CPU_KEYS, view, storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]  # a torch operator
 
 
 def set_storage(
@@ -156,10 +147,18 @@ def record_stream(self: torch.Tensor, s: Any) -> None:
     """There is one stream; nothing to remember."""
 
 
+def pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Copy a host tensor: there is no page to lock for a simulated transfer."""
+    return self.clone()
+
+
 def has_compatible_shallow_copy_type(self: torch.Tensor, from_: torch.Tensor) -> bool:
     """Let ``parameter.data`` move between host and device, so that parameters keep their identity."""
     return self.layout is from_.layout
 
+
+HOST_KERNELS: dict[str, Any] = {"_pin_memory": pin_memory, "is_pinned": is_pinned}
+"""For host tensors, by operator name: torch would ask a pinning allocator in C++."""
 
 MANUAL_KERNELS: dict[str, Any] = {
     "_has_compatible_shallow_copy_type": has_compatible_shallow_copy_type,

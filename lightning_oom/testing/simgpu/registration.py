@@ -11,16 +11,19 @@ from lightning_oom._torch import (
     aten_operators,
     has_kernel,
     python_backend_bases,
-    schema_of,
+    backend_slot_name,
     setup_python_backend,
 )
 from lightning_oom.errors import UnsupportedTorchError
 from lightning_oom.testing.simgpu.attention import ATTENTION_OPERATORS, choose_attention
+from lightning_oom.testing.simgpu.autocast import make_autocast_kernel
 from lightning_oom.testing.simgpu.backend import make_backend_module
 from lightning_oom.testing.simgpu.devices import DEVICE_TYPE
 from lightning_oom.testing.simgpu.dispatch import make_kernel
 from lightning_oom.testing.simgpu.fused import FUSED_OPERATORS
-from lightning_oom.testing.simgpu.kernels import MANUAL_KERNELS, run_on_metadata
+from lightning_oom.testing.simgpu.kernels import HOST_KERNELS, MANUAL_KERNELS, run_on_metadata
+from lightning_oom.testing.simgpu.schemas import is_view
+from lightning_oom.testing.simgpu.sparse import make_sparse_kernel, refuse_layout
 
 __all__ = ["install_backend", "is_installed"]
 
@@ -29,8 +32,12 @@ _LIBRARIES: list[Any] = []  # kernels stay registered as long as these objects l
 
 _HOST_FUNCTIONS = FUSED_OPERATORS | ATTENTION_OPERATORS
 
-# Composites in C++ whose parts run on the device; as a whole they keep something on the host.
-_LEFT_TO_TORCH = frozenset({"aten::_pack_padded_sequence", "aten::_pin_memory"})
+# Kernels written by hand, and composites in C++ whose parts run on the device while something of
+# theirs stays on the host.
+_LEFT_ALONE = frozenset(
+    {*MANUAL_KERNELS, *HOST_KERNELS, "_pack_padded_sequence", "scaled_dot_product_attention"}
+)
+_SPARSE_TOO = frozenset({"aten::_to_copy"})  # a composite for dense tensors, wrong for sparse ones
 
 
 def is_installed() -> bool:
@@ -57,6 +64,7 @@ def install_backend() -> None:
             device_guard=_make_guard(guard, device_type),
         )
         _LIBRARIES.extend(_register_kernels())
+        _teach_storage_class()
 
 
 def _check_torch() -> None:
@@ -66,11 +74,34 @@ def _check_torch() -> None:
             f"which is torch 2.10 or later; this is torch {torch.__version__}. "
             "memory_limit and fail_at work with every torch"
         )
-    name = torch._C._get_privateuse1_backend_name()  # noqa: SLF001 - replaced below
+    name = backend_slot_name()
     if name not in ("privateuseone", DEVICE_TYPE):
         raise UnsupportedTorchError(
             f"torch has one slot for a device from outside, and {name!r} has taken it in this process"
         )
+
+
+def _teach_storage_class() -> None:
+    """Let ``torch.UntypedStorage(num_bytes, device="simgpu")`` make a device storage.
+
+    Torch makes the storages of a deep copy and of a loaded checkpoint in this way. It asks an
+    allocator in C++ for the memory, which an outside device in Python does not have: it crashes.
+    """
+    make = torch.UntypedStorage.__new__
+
+    def make_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is not None and torch.device(device).type == DEVICE_TYPE:
+            num_bytes = args[0] if args else kwargs.get("size", 0)
+            if not isinstance(num_bytes, int):
+                raise TypeError(f"a storage on {DEVICE_TYPE} is made from a number of bytes")
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+        return (
+            make(cls, *args, **kwargs)
+            if device is None
+            else make(cls, *args, device=device, **kwargs)
+        )
+
+    torch.UntypedStorage.__new__ = make_storage  # type: ignore[method-assign]  # see the docstring
 
 
 def _make_hooks(base: Any) -> Any:
@@ -97,49 +128,50 @@ def _make_guard(base: Any, device_type: Any) -> Any:
 
 def _register_kernels() -> list[Any]:
     kernels = torch.library.Library("aten", "IMPL")
-    done = set()
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         kernels.impl("scaled_dot_product_attention", choose_attention, key)
-    done.add("aten::scaled_dot_product_attention")
     for name, kernel in MANUAL_KERNELS.items():
         kernels.impl(name, kernel, "PrivateUse1")
-        done.add(f"aten::{name}")
+    for name, kernel in HOST_KERNELS.items():
+        kernels.impl(name, kernel, "CPU")
     for operator in aten_operators():
-        name = operator.name()
-        host_function = _HOST_FUNCTIONS.get(name.removeprefix("aten::"))
-        if host_function is not None:
-            kernels.impl(operator, make_kernel(operator, host_function), "PrivateUse1")
-            continue
-        if name in done or name in _LEFT_TO_TORCH:
-            continue
-        kernel = _choose_kernel(operator)
-        if kernel is not None:
-            kernels.impl(operator, kernel, "PrivateUse1")
-    fallback = torch.library.Library("_", "IMPL")
-    fallback.fallback(_FallbackKernel(), "PrivateUse1")
-    return [kernels, fallback]
+        for key, make in (
+            ("PrivateUse1", _make_dense_kernel),
+            ("SparsePrivateUse1", _make_sparse_kernel),
+            ("AutocastPrivateUse1", make_autocast_kernel),
+        ):
+            kernel = make(operator)
+            if kernel is not None:
+                kernels.impl(operator, kernel, key)
+    fallbacks = torch.library.Library("_", "IMPL")
+    fallbacks.fallback(_FallbackKernel(), "PrivateUse1")
+    fallbacks.fallback(refuse_layout, "SparseCsrPrivateUse1")
+    fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    return [kernels, fallbacks]
 
 
-def _choose_kernel(operator: Any) -> Any:
-    """Return the kernel for one of torch's operators, ``None`` to leave it to torch."""
-    if not has_kernel(operator, "CPU") and has_kernel(operator, "CompositeImplicitAutograd"):
+def _make_dense_kernel(operator: Any) -> Any:
+    """Return the kernel for strided tensors, ``None`` to leave the operator to torch."""
+    name = operator.name().removeprefix("aten::")
+    if name in _LEFT_ALONE:
         return None
+    host_function = _HOST_FUNCTIONS.get(name)
+    if host_function is not None:
+        return make_kernel(operator, host_function)
+    has_cpu = has_kernel(operator, "CPU")
     is_composite = has_kernel(operator, "CompositeExplicitAutograd")
-    if _is_view(operator):
+    if not has_cpu and has_kernel(operator, "CompositeImplicitAutograd"):
+        return None
+    if is_view(operator):
         return None if is_composite else run_on_metadata(operator)
-    if is_composite or has_kernel(operator, "CPU"):
-        return make_kernel(operator)
+    return make_kernel(operator) if is_composite or has_cpu else None
+
+
+def _make_sparse_kernel(operator: Any) -> Any:
+    """Return the kernel for sparse COO tensors, ``None`` if torch has none on the CPU."""
+    if has_kernel(operator, "SparseCPU") or operator.name() in _SPARSE_TOO:
+        return make_sparse_kernel(operator)
     return None
-
-
-def _is_view(operator: Any) -> bool:
-    """Say whether the operator returns a view, or changes the form of a tensor in place."""
-    if torch.Tag.inplace_view in operator.tags:
-        return True
-    return any(
-        value.alias_info is not None and not value.alias_info.is_write
-        for value in schema_of(operator).returns
-    )
 
 
 class _FallbackKernel:

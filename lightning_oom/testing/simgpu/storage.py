@@ -1,16 +1,16 @@
 """Between host and simulated device: one device tensor, one host tensor behind it, one block.
 
 A device tensor is an ordinary ``torch.Tensor`` in torch's out-of-tree device slot. Its storage owns a
-host tensor (:data:`HOST`), whose memory it uses, and a :class:`Lease` on one block of the device's
-allocator. Both hang on the storage, so they live exactly as long as the storage does: views share
-them, and the block goes back when the last view, graph node or storage reference is gone.
+host tensor (``host``), whose memory it uses, and a :class:`Lease` on one block of the device's
+allocator (``lease``). Both are attributes of the storage, so they live exactly as long as it does:
+views share them, and the block goes back when the last view, graph node or storage reference is gone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,19 +18,25 @@ from lightning_oom._torch import (
     CPU_KEYS,
     OutOfMemoryError,
     dlpack_of,
+    host_storage_at,
     is_backward_multithreaded,
     redispatch_of,
     set_backward_multithreaded,
     tensor_from_dlpack,
 )
-from lightning_oom.memory.allocator import AllocationFailure, Block
-from lightning_oom.testing.simgpu.devices import SimDevice, find_device
+from lightning_oom.memory.allocator import AllocationFailure
+from lightning_oom.memory.blocks import Block
+from lightning_oom.testing.simgpu.devices import SimDevice
 from lightning_oom.testing.simgpu.messages import format_oom_message
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-__all__ = ["Lease", "adopt", "host_view", "move_out", "oom_error", "view_of_storage"]
+__all__ = [
+    "Lease",
+    "adopt_strided",
+    "host_bytes",
+    "host_of_strided",
+    "oom_error",
+    "view_of_storage",
+]
 
 _aten = torch.ops.aten
 _as_strided = redispatch_of(_aten.as_strided.default)
@@ -57,35 +63,40 @@ class Lease:
         self.block = block
         self.host_address = host_address
 
-    def release(self) -> None:
-        """Give the block back; nothing the second time."""
-        block, self.block = self.block, None
-        if block is not None:
-            self.device.give_back(block)
-
     def __del__(self) -> None:
         entry = _devices_of_hosts.get(self.host_address)
         if entry is not None and entry() is None:
             del _devices_of_hosts[self.host_address]
-        self.release()
+        if self.block is not None:
+            self.device.give_back(self.block)
 
 
-def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor over the memory, with the form, of a strided device tensor."""
-    host: torch.Tensor = tensor.untyped_storage().host  # type: ignore[attr-defined]  # set by adopt
-    if (
-        host.data_ptr() == tensor.data_ptr()
-        and host.shape == tensor.shape
-        and host.dtype is tensor.dtype
-        and host.stride() == tensor.stride()
-    ):
-        return host
-    if host.dtype is tensor.dtype:
-        return _as_strided(  # type: ignore[no-any-return]  # a torch operator
-            CPU_KEYS, host, tensor.shape, tensor.stride(), tensor.storage_offset()
+def host_of_strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor over the memory, with the form, of a strided device tensor.
+
+    Raises:
+        NotImplementedError: The tensor has no storage, as a sparse one.
+    """
+    storage: Any = tensor.untyped_storage()
+    try:
+        host: torch.Tensor = storage.host
+    except AttributeError:
+        host = host_bytes(storage)  # a storage that torch made over the memory of one of ours
+    dtype = tensor.dtype
+    if host.dtype is dtype:
+        stride = tensor.stride()
+        if (
+            host.stride() == stride
+            and host.shape == tensor.shape
+            and host.data_ptr() == tensor.data_ptr()
+        ):
+            return host
+        view: torch.Tensor = _as_strided(
+            CPU_KEYS, host, tensor.shape, stride, tensor.storage_offset()
         )
-    view = _aten.empty.memory_format((0,), dtype=tensor.dtype)
-    return _set_storage(  # type: ignore[no-any-return]  # a torch operator
+        return view
+    view = _aten.empty.memory_format((0,), dtype=dtype)
+    _set_storage(
         CPU_KEYS,
         view,
         host.untyped_storage(),
@@ -93,9 +104,19 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
         tensor.shape,
         tensor.stride(),
     )
+    return view
 
 
-def adopt(host: torch.Tensor, device: SimDevice) -> torch.Tensor | AllocationFailure:
+def host_bytes(storage: Any) -> torch.Tensor:
+    """Return the bytes of a device storage as a CPU tensor over the same memory."""
+    num_bytes = storage.nbytes()
+    view: torch.Tensor = _aten.empty.memory_format((0,), dtype=torch.uint8)
+    memory = host_storage_at(storage.data_ptr(), num_bytes)
+    _set_storage(CPU_KEYS, view, memory, 0, (num_bytes,), (1,))
+    return view
+
+
+def adopt_strided(host: torch.Tensor, device: SimDevice) -> torch.Tensor | AllocationFailure:
     """Turn a strided CPU tensor that nobody else uses into a tensor of ``device``.
 
     Args:
@@ -105,16 +126,21 @@ def adopt(host: torch.Tensor, device: SimDevice) -> torch.Tensor | AllocationFai
     Returns:
         The device tensor, or the allocator's refusal. If the storage of ``host`` is already that of a
         device tensor, a view of it, at no cost.
+
+    Raises:
+        NotImplementedError: ``host`` has no storage, as a sparse tensor.
     """
     storage = host.untyped_storage()
     address = storage._cdata  # noqa: SLF001 - the only name of a storage's identity
     known = _devices_of_hosts.get(address)
-    if known is not None and (device_storage := known()) is not None:
-        return view_of_storage(device_storage, host)
+    if known is not None:
+        device_storage = known()
+        if device_storage is not None:
+            return view_of_storage(device_storage, host)
     num_bytes = storage.nbytes()
     block = device.reserve(num_bytes)
-    if block.__class__ is AllocationFailure:
-        return block  # type: ignore[return-value]  # narrowed by the line above
+    if isinstance(block, AllocationFailure):
+        return block
     if is_backward_multithreaded():
         # The number of torch's backward threads is fixed by the first backward of the process, which
         # may have run before these devices existed. Without threads no device needs one.
@@ -122,21 +148,9 @@ def adopt(host: torch.Tensor, device: SimDevice) -> torch.Tensor | AllocationFai
     tensor = _put_on_device(host, num_bytes, device.index)
     device_storage = tensor.untyped_storage()
     device_storage.host = host
-    device_storage.lease = Lease(device, block, address)  # type: ignore[arg-type]  # not a failure
+    device_storage.lease = Lease(device, block, address)
     _devices_of_hosts[address] = weakref.ref(device_storage)
     return tensor
-
-
-def move_out(hosts: Iterable[torch.Tensor], device: SimDevice) -> list[torch.Tensor]:
-    """Adopt several tensors, or raise the device's out-of-memory error and keep none."""
-    moved = []
-    for host in hosts:
-        tensor = adopt(host, device)
-        if isinstance(tensor, AllocationFailure):
-            del host, hosts, moved
-            raise oom_error(tensor, device)
-        moved.append(tensor)
-    return moved
 
 
 def view_of_storage(storage: Any, like: torch.Tensor) -> torch.Tensor:
@@ -145,9 +159,9 @@ def view_of_storage(storage: Any, like: torch.Tensor) -> torch.Tensor:
     view = _as_strided(CPU_KEYS, seed, (0,), (1,), 0)
     if like.dtype is not torch.uint8:
         view = _view_dtype(CPU_KEYS, view, like.dtype)
-    return _set_storage(  # type: ignore[no-any-return]  # a torch operator
-        CPU_KEYS, view, storage, like.storage_offset(), like.shape, like.stride()
-    )
+    _set_storage(CPU_KEYS, view, storage, like.storage_offset(), like.shape, like.stride())
+    found: torch.Tensor = view
+    return found
 
 
 def oom_error(failure: AllocationFailure, device: SimDevice) -> RuntimeError:
@@ -155,12 +169,7 @@ def oom_error(failure: AllocationFailure, device: SimDevice) -> RuntimeError:
     return OutOfMemoryError(format_oom_message(failure, device.index))
 
 
-def storage_device(storage: Any) -> SimDevice:
-    """Return the device that a device storage is on."""
-    return find_device(storage.device)
-
-
-def _put_on_device(host: torch.Tensor, num_bytes: int, index: int) -> torch.Tensor:
+def _put_on_device(host: torch.Tensor, num_bytes: int, index: int) -> Any:
     """Return a device tensor whose storage is the whole storage of ``host``."""
     if host.numel() * host.itemsize == num_bytes:
         try:
@@ -170,7 +179,7 @@ def _put_on_device(host: torch.Tensor, num_bytes: int, index: int) -> torch.Tens
         else:
             if tensor.stride() == host.stride():
                 return tensor
-            return _as_strided(CPU_KEYS, tensor, host.shape, host.stride(), 0)  # type: ignore[no-any-return]  # a torch operator
+            return _as_strided(CPU_KEYS, tensor, host.shape, host.stride(), 0)
     whole = _aten.empty.memory_format((0,), dtype=torch.uint8)
     _set_storage(CPU_KEYS, whole, host.untyped_storage(), 0, (num_bytes,), (1,))
     return view_of_storage(_relabel(whole, index).untyped_storage(), host)
@@ -187,4 +196,5 @@ def _relabel(host: torch.Tensor, index: int) -> torch.Tensor:
     field = _DeviceField.from_address(_pointer_in(capsule, b"dltensor") + _DEVICE_FIELD_OFFSET)
     field[0] = _DLPACK_EXTENSION_DEVICE
     field[1] = index
-    return tensor_from_dlpack(capsule)
+    tensor: torch.Tensor = tensor_from_dlpack(capsule)
+    return tensor
