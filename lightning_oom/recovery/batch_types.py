@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "PLAIN_CLASSES",
     "BatchType",
     "attribute_tensors",
     "batch_type",
@@ -101,6 +102,10 @@ class BatchType:
 SHARED = BatchType(role="shared")
 OPAQUE = BatchType(role="shared", opaque=True)
 
+PLAIN_CLASSES = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Leaves without rows that need no look-up."""
+
+_KNOWN: dict[type, BatchType] = dict.fromkeys(PLAIN_CLASSES, SHARED)  # a shortcut, not the registry
 _seen_types: WeakSet[type] = WeakSet()
 
 
@@ -112,6 +117,9 @@ def batch_type(node: Any) -> BatchType:
         ('fields', 'items', 'shared')
     """
     cls = type(node)
+    known = _KNOWN.get(cls)
+    if known is not None:
+        return known
     if cls not in _seen_types:
         _seen_types.add(cls)
         for base in cls.__mro__:
@@ -313,3 +321,4 @@ _NAMED_TUPLE = BatchType(
 )
 _batch_type.register(Sequence, lambda _node: _SEQUENCE)
 _batch_type.register(tuple, lambda node: _NAMED_TUPLE if hasattr(node, "_fields") else _SEQUENCE)
+_KNOWN |= {dict: _MAPPING, list: _SEQUENCE, tuple: _SEQUENCE}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_oom.recovery import tensor_types as _tensor_types  # noqa: F401 - enters its types
-from lightning_oom.recovery.batch_types import attribute_tensors, batch_type
+from lightning_oom.recovery.batch_types import PLAIN_CLASSES, attribute_tensors, batch_type
 
 __all__ = ["batch_tensors", "copy_containers"]
 
@@ -29,6 +29,8 @@ def copy_containers(batch: Any) -> Any:
     """
     kind = batch_type(batch)
     if kind.role in ("fields", "items"):
+        if type(batch) is list and PLAIN_CLASSES.issuperset(map(type, batch)):
+            return batch.copy()
         children = [copy_containers(child) for _, child in kind.children(batch)]
         return kind.rebuild(batch, children)
     return batch.copy() if isinstance(batch, set) else kind.copied(batch)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_oom.errors import BatchSplitError
-from lightning_oom.recovery.batch_types import batch_type
+from lightning_oom.recovery.batch_types import PLAIN_CLASSES, batch_type
 from lightning_oom.recovery.containers import batch_tensors
-from lightning_oom.recovery.row_plan import MANY_ITEMS, Node, plan_rows
+from lightning_oom.recovery.list_reading import MANY_ITEMS
+from lightning_oom.recovery.row_plan import plan_rows
+
+if TYPE_CHECKING:
+    from lightning_oom.recovery.row_options import Node
 
 __all__ = ["BatchSignature", "describe_batch", "quick_rows"]
 
@@ -120,7 +123,8 @@ def _scan(node: Any, leaves: list[Tensor]) -> Any:
     """Collect the leaves of a simple batch and a hashable picture of its structure.
 
     Simple: a dense tensor, or dictionaries (and lists and tuples whose items cannot be one per row)
-    of such tensors with equal rows, beside numbers, strings and ``None``. Anything else: ``None``.
+    of such tensors with equal rows, beside numbers, strings, ``None`` and lists of them. Anything
+    else: ``None``.
     """
     cls = type(node)
     if cls is Tensor or issubclass(cls, Tensor):
@@ -128,11 +132,13 @@ def _scan(node: Any, leaves: list[Tensor]) -> Any:
     if cls is dict:
         children = node.values()
     elif cls is list or cls is tuple:
+        if PLAIN_CLASSES.issuperset(map(type, node)):
+            return cls.__name__
         if not _are_fields(node):
             return None
         children = node
     else:
-        return cls.__name__ if cls in _PLAIN_CLASSES else None
+        return cls.__name__ if cls in PLAIN_CLASSES else None
     parts = []
     for child in children:
         part = _scan(child, leaves)
@@ -154,7 +160,6 @@ def _scan_tensor(tensor: Tensor, leaves: list[Tensor]) -> str | None:
 
 
 _IMAGE_OR_SCALAR = (0, 3)
-_PLAIN_CLASSES = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def _are_fields(node: list[Any] | tuple[Any, ...]) -> bool:
@@ -167,7 +172,7 @@ def _are_fields(node: list[Any] | tuple[Any, ...]) -> bool:
     if not tensors:
         return False
     if len(tensors) < len(node):
-        others_are_plain = all(isinstance(i, Tensor) or type(i) in _PLAIN_CLASSES for i in node)
+        others_are_plain = all(isinstance(i, Tensor) or type(i) in PLAIN_CLASSES for i in node)
         return others_are_plain and (len(tensors) == 1 or len(_kinds(tensors)) > 1)
     return len(_kinds(tensors)) > 1 or (
         tensors[0].ndim not in _IMAGE_OR_SCALAR and len(tensors) < MANY_ITEMS
@@ -182,20 +187,35 @@ def _describe_slowly(batch: Any) -> BatchSignature:
     columns: list[_Column] = []
     try:
         plan = plan_rows(batch)
-        rows = plan.rows
         structure = _walk(batch, plan.node, columns)
-    except BatchSplitError:
-        rows, columns = None, []
-        structure = type(batch).__name__
-    if rows is None:
-        columns = [_column(tensor, tuple(tensor.shape)) for tensor in batch_tensors(batch)]
+    except Exception:  # it cannot be cut, or a type of the user's own fails; the split will say so
+        return _describe_whole(batch)
+    if plan.rows is None:
+        return _describe_whole(batch, structure)
     elements = sum(column.elements for column in columns)
     return BatchSignature(
         structure=structure,
         shapes=tuple(column.shape for column in columns),
         dtypes=tuple(column.dtype for column in columns),
-        elements_per_row=-(-elements // max(1, rows or 1)),
+        elements_per_row=-(-elements // max(1, plan.rows)),
     )
+
+
+def _describe_whole(batch: Any, structure: str | None = None) -> BatchSignature:
+    try:
+        columns = [_column(tensor, _whole_shape(tensor)) for tensor in batch_tensors(batch)]
+    except Exception:  # a container that cannot even be walked has no shapes to tell
+        columns = []
+    return BatchSignature(
+        structure=structure or type(batch).__qualname__,
+        shapes=tuple(column.shape for column in columns),
+        dtypes=tuple(column.dtype for column in columns),
+        elements_per_row=sum(column.elements for column in columns),
+    )
+
+
+def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    return () if tensor.is_nested else tuple(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)

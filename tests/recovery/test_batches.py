@@ -124,6 +124,41 @@ def test_columns_of_unequal_length_are_refused():
         count_rows({"a": ["x", "y"], "b": ["x", "y", "z"]})
 
 
+def test_names_do_not_turn_fields_into_samples():
+    """Two class names beside ``[x, y]`` do not make two samples of x and y."""
+    batch = {"inputs": [rows(5, 3), rows(5, 1)], "classes": ["cat", "dog"]}
+
+    assert count_rows(batch) == 5
+    assert split_batch(batch, 3)[1]["classes"] == ["cat", "dog"]
+
+
+def test_type_inside_a_sample_need_not_be_known():
+    """A list that is cut between its items is never looked into."""
+    batch = (images(5, 6, 7, 8), [{"boxes": rows(n, 4), "g": Graphs(X)} for n in (2, 0, 1, 3)])
+
+    assert count_rows(batch) == 4
+
+
+def test_batch_that_cannot_be_read_is_refused():
+    """A batch that contains itself, or a type of the user's that fails, says so."""
+
+    class Failing:
+        pass
+
+    def fail(_node):
+        raise KeyError("rows")
+
+    register_splitter(Failing, rows=fail, take=fail)
+    circular: list[Any] = [X]
+    circular.append(circular)
+
+    with pytest.raises(BatchSplitError, match=r"cannot be read \(KeyError: 'rows'\)") as caught:
+        count_rows({"x": X, "f": Failing()})
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(BatchSplitError, match="RecursionError"):
+        count_rows(circular)
+
+
 @pytest.mark.parametrize("max_rows", [0, -1])
 def test_max_rows_below_one_is_refused(max_rows):
     """The bound is named with its value."""

@@ -7,6 +7,7 @@ import errno
 import pytest
 import torch
 
+from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.errors import BatchSplitError
 from lightning_oom.recovery.classify import OOMCause, classify_oom
 
@@ -45,7 +46,7 @@ NOT_OOM = [
     RuntimeError("unable to open shared memory object </torch_5_0>: Too many open files (24)"),
     OSError(errno.ENOSPC, "No space left on device", "/home/me/last.ckpt"),
     OSError(errno.ENOENT, "No such file or directory"),
-    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate more than 1EB memory."),
+    OutOfMemoryError("CUDA out of memory. Tried to allocate more than 1EB memory."),
     RuntimeError(
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory:"
         " you tried to allocate 18446744065119617024 bytes. Error code 12 (Cannot allocate memory)"
@@ -62,7 +63,7 @@ def test_error_that_only_resembles_is_not_out_of_memory(error):
 
 def test_class_is_enough_without_text():
     """An error of torch's or Python's own class needs no words."""
-    device, host = classify_oom(torch.OutOfMemoryError()), classify_oom(MemoryError())
+    device, host = classify_oom(OutOfMemoryError()), classify_oom(MemoryError())
     fork = classify_oom(OSError(errno.ENOMEM, "Speicher voll"))
 
     assert device is not None
@@ -87,17 +88,20 @@ def raised_while_handling(outer: BaseException, inner: BaseException) -> BaseExc
 
 def test_cause_of_an_error_is_found():
     """An error raised from an out-of-memory error is one, whatever its own class."""
-    error = raised_from(ValueError("step 3 failed"), torch.OutOfMemoryError(CUDA_TEXT))
+    error = raised_from(ValueError("step 3 failed"), OutOfMemoryError(CUDA_TEXT))
 
     cause = classify_oom(raised_from(RuntimeError("fit failed"), error))
 
     assert cause is not None
-    assert (cause.confidence, cause.error_type) == ("certain", "torch.OutOfMemoryError")
+    assert (cause.confidence, cause.error_type) == (
+        "certain",
+        f"{OutOfMemoryError.__module__}.OutOfMemoryError",
+    )
 
 
 def test_context_of_an_error_is_only_likely():
     """An error in the cleanup after an out-of-memory error counts, as likely; not if suppressed."""
-    inner = torch.OutOfMemoryError(CUDA_TEXT)
+    inner = OutOfMemoryError(CUDA_TEXT)
 
     cause = classify_oom(raised_while_handling(RuntimeError("cleanup failed"), inner))
     hidden = raised_while_handling(RuntimeError("handled"), inner)
@@ -111,7 +115,7 @@ def test_context_of_an_error_is_only_likely():
 def test_inner_exception_and_groups_are_followed():
     """The compiler hides the first error in an attribute; groups hold several."""
     compiled = RuntimeError("backend='inductor' raised")
-    compiled.inner_exception = torch.OutOfMemoryError(CUDA_TEXT)
+    compiled.inner_exception = OutOfMemoryError(CUDA_TEXT)
     grouped = RuntimeError("two tasks failed")
     grouped.exceptions = (ValueError("a"), MemoryError())
 
@@ -131,7 +135,7 @@ def test_circle_of_causes_ends():
 
 def test_own_errors_and_interrupts_are_never_out_of_memory():
     """A batch that cannot be split is reported, not retried; Ctrl-C during an OOM ends the run."""
-    inner = torch.OutOfMemoryError(CUDA_TEXT)
+    inner = OutOfMemoryError(CUDA_TEXT)
 
     assert classify_oom(raised_from(BatchSplitError("no rows"), inner)) is None
     assert classify_oom(raised_while_handling(KeyboardInterrupt(), inner)) is None
@@ -162,10 +166,10 @@ def test_error_raised_inside_a_collective_is_never_retried(monkeypatch):
     """The same words are not recoverable where the traceback runs through a collective."""
 
     def fails(*_args, **_kwargs):
-        raise torch.OutOfMemoryError(CUDA_TEXT)
+        raise OutOfMemoryError(CUDA_TEXT)
 
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_rank_not_in_group", fails)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
+    with pytest.raises(OutOfMemoryError) as caught:
         torch.distributed.all_reduce(torch.zeros(1))
 
     cause = classify_oom(caught.value)
@@ -181,7 +185,7 @@ def test_error_of_a_worker_is_never_retried():
         f'call last):\n  File "a.py", line 3, in f\ntorch.OutOfMemoryError: {CUDA_TEXT}\n'
     )
 
-    cause = classify_oom(torch.OutOfMemoryError(text))
+    cause = classify_oom(OutOfMemoryError(text))
 
     assert cause is not None
     assert (cause.kind, cause.scope, cause.recoverable) == ("worker", "device", False)
@@ -196,7 +200,7 @@ def test_replica_of_data_parallel_is_recoverable():
         f"last):\n  ...\ntorch.cuda.OutOfMemoryError: {CUDA_TEXT}"
     )
 
-    for error in (RuntimeError(text), torch.OutOfMemoryError(text)):
+    for error in (RuntimeError(text), OutOfMemoryError(text)):
         cause = classify_oom(error)
         assert cause is not None
         assert (cause.kind, cause.recoverable) == ("allocator", True)
@@ -204,7 +208,7 @@ def test_replica_of_data_parallel_is_recoverable():
 
 def test_error_of_torch_class_is_about_the_device():
     """Words of another form in the text do not turn torch's own error into a host error."""
-    cause = classify_oom(torch.OutOfMemoryError("Cannot allocate memory"))
+    cause = classify_oom(OutOfMemoryError("Cannot allocate memory"))
 
     assert cause is not None
     assert (cause.scope, cause.confidence, cause.recoverable) == ("device", "certain", True)

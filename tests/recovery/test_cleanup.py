@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.recovery.cleanup import (
     clear_frames,
     collect_garbage,
@@ -28,7 +29,7 @@ class Attempt:
         """Raise with one tensor in the frame."""
         activation = torch.zeros(8)
         self.alive.append(weakref.ref(activation))
-        raise torch.OutOfMemoryError(message)
+        raise OutOfMemoryError(message)
 
     def fail_from(self):
         """Raise from an error, with a tensor in each frame."""

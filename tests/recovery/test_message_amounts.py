@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.recovery.classify import classify_oom
 
 GIB, MIB = 2**30, 2**20
@@ -18,7 +18,7 @@ CUDA_TEXT = (
 
 def test_amounts_are_read_in_bytes():
     """The form of torch 2.x is read completely."""
-    cause = classify_oom(torch.OutOfMemoryError(CUDA_TEXT))
+    cause = classify_oom(OutOfMemoryError(CUDA_TEXT))
 
     assert cause is not None
     assert cause.requested_bytes == 52 * MIB

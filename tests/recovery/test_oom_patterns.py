@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.recovery.classify import OOM_PATTERNS, classify_oom, pattern_table
 
 DATA = Path(__file__).parents[1] / "data"
@@ -24,8 +25,8 @@ REAL_CLASSES = {
     "RuntimeError": RuntimeError,
     "ValueError": ValueError,
     "OSError": OSError,
-    "torch.OutOfMemoryError": torch.OutOfMemoryError,
-    "torch.cuda.OutOfMemoryError": torch.cuda.OutOfMemoryError,
+    "torch.OutOfMemoryError": OutOfMemoryError,
+    "torch.cuda.OutOfMemoryError": OutOfMemoryError,
     "torch.AcceleratorError": getattr(torch, "AcceleratorError", RuntimeError),
     "torch.distributed.DistBackendError": torch.distributed.DistBackendError,
     "torch.utils.checkpoint.CheckpointError": torch.utils.checkpoint.CheckpointError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -14,6 +15,13 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_oom.recovery.batches import BatchSignature, count_rows, describe_batch
 from lightning_oom.recovery.row_plan import plan_rows
 from lightning_oom.recovery.signature import quick_rows
+
+
+class Unreadable(UserDict):
+    """A mapping that cannot be walked."""
+
+    def __iter__(self):
+        raise KeyError("broken")
 
 
 def test_signature_of_a_mapping():
@@ -72,6 +80,8 @@ def test_other_leaves_are_described():
         *AMBIGUOUS.values(),
         {"x": rows(4, 2), "y": rows(3)},
         Graphs(rows(3, 2)),
+        Unreadable(),
+        {"x": X, "u": Unreadable()},
         {"x": X, "g": Graphs(Y)},
         "text",
         {"a": 0.5},
@@ -99,7 +109,13 @@ def test_quick_count_agrees_with_the_plan(batch):
 
 def test_simple_batches_take_the_shortcut():
     """The everyday shapes are not searched each step."""
-    everyday = [X, {"x": X, "y": Y}, (X, Y), [rows(5, 3), rows(5, 1)], {"a": {"b": (X, None)}}]
+    everyday = [
+        X,
+        {"x": X, "y": Y, "names": list("abcde")},
+        (X, Y),
+        [rows(5, 3), rows(5, 1)],
+        {"a": {"b": (X, None)}},
+    ]
 
     assert [5] * len(everyday) == [quick_rows(batch) for batch in everyday]
 
