@@ -173,8 +173,11 @@ def _detached(value: Any) -> Any:
 
 
 def _weighted_mean(parts: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
-    total = sum(rows)
-    return sum((part * (count / total) for part, count in zip(parts, rows, strict=True)), start=0)  # type: ignore[return-value] # the parts are tensors
+    shares = torch.tensor(rows if any(rows) else [1] * len(parts), dtype=torch.float64)
+    total = torch.zeros_like(parts[0])
+    for part, share in zip(parts, (shares / shares.sum()).tolist(), strict=True):
+        total = total + part * share
+    return total
 
 
 def _joined(parts: Sequence[list[Any]]) -> list[Any]:

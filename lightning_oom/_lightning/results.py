@@ -208,6 +208,21 @@ class LogRecorder:
                 results.dataloader_idx = before
         self._calls.clear()
 
+    def merged_values(self) -> dict[str, torch.Tensor]:
+        """Return what :meth:`replay` would log, by name, without logging it.
+
+        Metrics are left as the micro-batches left them, so the caller puts their state back.
+        """
+        self._merge.finish()
+        merged = {}
+        for call in self._calls.values():
+            value, _ = self._merged(call)
+            if isinstance(value, metrics_door.Metric):
+                value = metrics_door.batch_value(value)
+            if isinstance(value, torch.Tensor):
+                merged[call.name] = value.detach()
+        return merged
+
     # -- recording
     def _record(self, fx: str, name: str, value: Any, **options: Any) -> None:
         place = (fx, name, self._results.dataloader_idx)

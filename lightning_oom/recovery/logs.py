@@ -223,7 +223,7 @@ def _is_constant(
         return True  # a count would have followed the rows
     if earlier is not None:
         return size == earlier
-    return size % rows[0] != 0  # no whole number of anything per row
+    return rows[0] == 0 or size % rows[0] != 0  # no whole number of anything per row
 
 
 def _are_row_counts(

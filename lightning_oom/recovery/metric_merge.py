@@ -44,7 +44,7 @@ class MetricMerge:
     Metrics whose state is not a reduction of the states of its batches
     (``full_state_update`` not ``False``), and those that synchronise on every step, keep the state
     that the micro-batches left, which is right for the end of the epoch; they have no
-    :meth:`value_of` the batch.
+    :meth:`value_of` the batch. A window of batches (``Running``) counts micro-batches.
 
     Args:
         metrics: Path and metric.

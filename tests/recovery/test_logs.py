@@ -148,6 +148,7 @@ def test_a_number_of_rows_is_that_of_the_batch(
         ([4, 4], [32, 32], 32.0, 32),
         ([3, 2], [17, 40], None, 57),
         ([5], [3], None, 3),
+        ([0, 0], [4, 4], None, 4),
         ([5, 4], [None, None], None, None),
     ],
 )

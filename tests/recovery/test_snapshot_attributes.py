@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pluggy
 import pytest
 import torch
 from torch import nn
@@ -244,6 +245,18 @@ def test_cycles_end() -> None:
 
     assert model.meter.count == 0
     assert len(model.ring) == 1
+
+
+def test_objects_of_installed_libraries_are_left_alone() -> None:
+    """Half of a connection or a tracker's run rolled back would be broken."""
+    model = Model()
+    model.plugins = pluggy.PluginManager("before")
+    saved = Attributes(model).take()
+    model.plugins.project_name = "after"
+
+    assert saved.restore() == ()
+
+    assert model.plugins.project_name == "after"
 
 
 def test_long_containers_get_their_entries_back() -> None:

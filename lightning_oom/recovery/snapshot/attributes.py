@@ -37,7 +37,7 @@ class Attributes:
     Note:
         Cost: 7 us for a LightningModule with a counter, a list and a tensor, 2 us for every further
         module of a user's class, 10 us per 10,000 entries of a list. Not seen: changes inside
-        objects of extension types, inside containers of more than 1,024 entries (their own entries
+        objects of extension types and of installed libraries, inside containers of more than 1,024 entries (their own entries
         are put back, not what these hold), or more than three levels deep.
 
     Example:
@@ -59,6 +59,7 @@ class Attributes:
     def __init__(self, module: torch.nn.Module, *, ignore: Collection[str] = ()) -> None:
         self._skip = MODULE_INTERNALS | frozenset(ignore)
         self._copies = TensorCopies()
+        self._package = type(module).__module__.partition(".")[0]
         self._modules = list(module.modules())
         self._own = [
             (f"{name}." if name else "", child)
@@ -73,7 +74,7 @@ class Attributes:
 
     def take(self) -> SavedAttributes:
         """Remember every attribute."""
-        capture = Capture(self._copies)
+        capture = Capture(self._copies, own_package=self._package)
         skip = self._skip
         states = [capture.attributes(vars(module), skip=skip) for _, module in self._own]
         capture.seal()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +26,8 @@ __all__ = [
 LARGE_BYTES = 1 << 20
 """A copy above this size is kept in host memory, so that it takes no room on the device."""
 
+_form_of = attrgetter("shape", "dtype", "device")
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -37,7 +40,7 @@ class TensorCopies:
     """
 
     def __init__(self) -> None:
-        self._forms: list[tuple[object, ...]] = []
+        self._forms: list[tuple[Any, ...]] = []
         self._copies: list[torch.Tensor] = []
         self._batched: list[int] = []
         self._single: list[int] = []
@@ -57,7 +60,7 @@ class TensorCopies:
         self._number += 1
         if not tensors:
             return []
-        forms: list[tuple[object, ...]] = [(t.shape, t.dtype, t.device) for t in tensors]
+        forms: list[tuple[Any, ...]] = list(map(_form_of, tensors))
         if forms != self._forms:
             self._forms = []
             self._allocate(tensors)

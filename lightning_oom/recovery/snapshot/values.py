@@ -26,6 +26,7 @@ A container or object that holds something weakly is itself held weakly, or rebu
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import types
 from collections import deque
@@ -69,6 +70,8 @@ ATOMIC = frozenset(
 )  # fmt: skip
 """Types whose values cannot change, or are no state of a step."""
 
+_INSTALLED = r"[/\\](site|dist)-packages[/\\]"
+
 # Objects of these packages are machinery, not state of a step (and some refer to everything)
 _FRAMEWORKS = frozenset(
     {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "numpy"}
@@ -82,9 +85,17 @@ class Capture:
     Args:
         copies: Where the values of small tensors go.
         small_bytes: Copy tensors up to this size, larger ones are held weakly; ``None`` copies all.
+        own_package: Objects of this package are followed even where it is installed.
     """
 
-    def __init__(self, copies: TensorCopies, *, small_bytes: int | None = SMALL_BYTES) -> None:
+    def __init__(
+        self,
+        copies: TensorCopies,
+        *,
+        small_bytes: int | None = SMALL_BYTES,
+        own_package: str = "__main__",
+    ) -> None:
+        self._own_package = own_package
         self._small_bytes = small_bytes
         self._store = copies
         self._small: list[torch.Tensor] = []
@@ -129,7 +140,7 @@ class Capture:
 
     def _remember(self, value: Any) -> Remembered | None:
         """Return what is remembered of a value; ``None`` where a reference is enough."""
-        rule = _rule(type(value))  # type: ignore[arg-type] # a type is hashable
+        rule = _rule(type(value), self._own_package)  # type: ignore[arg-type] # a type is hashable
         if rule is None or self._depth > MAX_DEPTH:
             return None
         key = id(value)
@@ -204,7 +215,7 @@ _BY_BASE: tuple[tuple[type, Any], ...] = (
 
 
 @functools.lru_cache(maxsize=4096)
-def _rule(kind: type) -> _Rule | None:
+def _rule(kind: type, own_package: str) -> _Rule | None:
     """Return the rule for objects of a type, ``None`` where a reference is enough."""
     if kind in ATOMIC or issubclass(kind, (torch.nn.Module, type, torch.Size)):
         return None
@@ -216,10 +227,14 @@ def _rule(kind: type) -> _Rule | None:
     np = sys.modules.get("numpy")
     if np is not None and issubclass(kind, np.ndarray):
         return _array
-    return _object if _is_user_class(kind) else None
+    return _object if _is_user_class(kind, own_package) else None
 
 
-def _is_user_class(kind: type) -> bool:
+def _is_user_class(kind: type, own_package: str) -> bool:
+    """Tell whether objects of a class are followed: the user's own, not those of a library.
+
+    To roll back half of a library's object (a tracker's run, a connection) would break it.
+    """
     if kind.__name__ in ("SimpleNamespace", "Namespace"):
         return True
     if not any("__dict__" in vars(base) for base in kind.__mro__):
@@ -228,4 +243,7 @@ def _is_user_class(kind: type) -> bool:
     if roots & _FRAMEWORKS:  # a user's Trainer, data module or dataset
         return False
     root = kind.__module__.partition(".")[0]
-    return root == "__main__" or root not in sys.stdlib_module_names
+    if root in ("__main__", own_package):
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return root not in sys.stdlib_module_names and not re.search(_INSTALLED, file)
