@@ -2,6 +2,7 @@
 
 - :func:`memory_limit`: a limit in bytes on any device;
 - :func:`fail_at`, :func:`fail_on`: an error at a chosen allocation, or in a chosen phase;
+- :class:`SimulatedGPUStrategy`: a device with its own memory, also as ``Trainer(strategy="simgpu")``;
 - pytest fixtures, by the plugin that the package brings: see :mod:`lightning_oom.testing.plugin`.
 """
 
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
     from lightning_oom.testing.faults import AllocationFault, fail_at
     from lightning_oom.testing.limit import MemoryLimit, memory_limit
     from lightning_oom.testing.phases import PhaseFault, fail_on
+    from lightning_oom.testing.simgpu import SimulatedGPU, SimulatedGPUStrategy
 
 __all__ = [
     "AllocationFault",
     "MemoryLimit",
     "PhaseFault",
+    "SimulatedGPU",
+    "SimulatedGPUStrategy",
     "fail_at",
     "fail_on",
     "memory_limit",
@@ -29,6 +33,8 @@ _MODULES = {
     "AllocationFault": "lightning_oom.testing.faults",
     "MemoryLimit": "lightning_oom.testing.limit",
     "PhaseFault": "lightning_oom.testing.phases",
+    "SimulatedGPU": "lightning_oom.testing.simgpu",
+    "SimulatedGPUStrategy": "lightning_oom.testing.simgpu",
     "fail_at": "lightning_oom.testing.faults",
     "fail_on": "lightning_oom.testing.phases",
     "memory_limit": "lightning_oom.testing.limit",
