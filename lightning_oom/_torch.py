@@ -33,6 +33,7 @@ __all__ = [
     "aten_operators",
     "backend_slot_name",
     "base_of",
+    "counts_list_writes",
     "dlpack_of",
     "foreach_copy",
     "has_kernel",
@@ -43,11 +44,13 @@ __all__ = [
     "python_backend_bases",
     "read_version",
     "redispatch_of",
+    "replace_backward",
     "scaler_stages",
     "schema_of",
     "set_backward_multithreaded",
     "setup_python_backend",
     "sparse_parts",
+    "step_hooks",
     "tensor_from_dlpack",
     "tree_flatten",
     "tree_leaves",
@@ -196,6 +199,13 @@ def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     return stages
 
 
+def replace_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let ``make(run)`` stand for ``run``, the autograd engine, for the rest of the process."""
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is not None:
+        torch.autograd._engine_run_backward = make(run)  # type: ignore[attr-defined]  # not in __all__
+
+
 @contextmanager
 def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter ``context()`` around every run of the autograd engine inside the block.
@@ -217,3 +227,28 @@ def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Itera
         yield
     finally:
         torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]  # as found
+
+
+def counts_list_writes(probe: torch.Tensor) -> bool:
+    """Say whether writing to a list of tensors raises their versions here and now.
+
+    It does not below most dispatch modes.
+
+    Args:
+        probe: Any tensor that wants no gradient; it is written to and stays as it is.
+    """
+    version = read_version(probe)
+    torch._foreach_add_([probe], 0)
+    return bool(read_version(probe) != version)
+
+
+def step_hooks(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[list[dict[int, Any]], list[dict[int, Any]]]:
+    """Return the mappings of hooks before and after an optimizer's step, in order."""
+    module: Any = torch.optim.optimizer
+    own: Any = optimizer
+    return (
+        [module._global_optimizer_pre_hooks, own._optimizer_step_pre_hooks],
+        [own._optimizer_step_post_hooks, module._global_optimizer_post_hooks],
+    )

@@ -9,9 +9,9 @@ import torch
 
 from lightning_oom._torch import (
     aten_operators,
+    backend_slot_name,
     has_kernel,
     python_backend_bases,
-    backend_slot_name,
     setup_python_backend,
 )
 from lightning_oom.errors import UnsupportedTorchError
@@ -24,6 +24,7 @@ from lightning_oom.testing.simgpu.fused import FUSED_OPERATORS
 from lightning_oom.testing.simgpu.kernels import HOST_KERNELS, MANUAL_KERNELS, run_on_metadata
 from lightning_oom.testing.simgpu.schemas import is_view
 from lightning_oom.testing.simgpu.sparse import make_sparse_kernel, refuse_layout
+from lightning_oom.testing.simgpu.unwinding import let_errors_through, set_pending_error_aside
 
 __all__ = ["install_backend", "is_installed"]
 
@@ -65,6 +66,7 @@ def install_backend() -> None:
         )
         _LIBRARIES.extend(_register_kernels())
         _teach_storage_class()
+        let_errors_through()
 
 
 def _check_torch() -> None:
@@ -87,7 +89,7 @@ def _teach_storage_class() -> None:
     Torch makes the storages of a deep copy and of a loaded checkpoint in this way. It asks an
     allocator in C++ for the memory, which an outside device in Python does not have: it crashes.
     """
-    make = torch.UntypedStorage.__new__
+    make: Any = torch.UntypedStorage.__new__
 
     def make_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if device is not None and torch.device(device).type == DEVICE_TYPE:
@@ -121,6 +123,7 @@ def _make_hooks(base: Any) -> Any:
 def _make_guard(base: Any, device_type: Any) -> Any:
     class Guard(base):  # type: ignore[misc]  # a class made in C++
         def type_(self) -> Any:
+            set_pending_error_aside()
             return device_type
 
     return Guard()
