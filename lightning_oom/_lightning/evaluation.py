@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from lightning_oom._lightning.log_check import differing_logs, explain_differing_logs
 from lightning_oom._lightning.results import LogRecorder, ResultsPart
 from lightning_oom.recovery.batches import count_rows, split_batch
 from lightning_oom.recovery.outputs import merge_outputs
@@ -36,6 +37,7 @@ class EvaluationSetup:
         attributes: The part that keeps the module's attributes; merged after a split.
         split_fn: The user's way to cut a batch, or ``None``.
         log_merge: Name -> how values of micro-batches become one, for what cannot be inferred.
+        warn: Called with a sentence when a split would change logged values.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class EvaluationSetup:
         attributes: Attributes,
         split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
         log_merge: dict[str, str] | None = None,
+        warn: Callable[[str], None],
     ) -> None:
         self.trainer = trainer
+        self.warn = warn
         self.transfer = transfer
         self.attributes = attributes
         self.split_fn = split_fn
@@ -184,11 +188,28 @@ class EvaluationProgram:
         return merge_outputs(outputs, rows)
 
     def check_separability(self) -> Separability:
-        """Rows are independent in evaluation mode as far as the pack can tell without a loss."""
+        """Without a loss there are no gradients to compare; warn of logged values that differ."""
+        setup, saved = self.setup, self._saved
+        names: tuple[str, ...] = ()
+        if saved is not None:
+            with contextlib.suppress(Exception):  # user code on few rows, not made for it
+                names = differing_logs(
+                    setup.trainer,
+                    self._run_step,
+                    self._fresh_batch(),
+                    log_merge=setup.log_merge,
+                    restore=saved.restore,
+                )
+        if names:
+            setup.warn(explain_differing_logs(names))
         return Separability(
             separable=True,
             largest_relative_difference=0.0,
             parameter=None,
             reason="evaluation steps have no gradients to compare",
-            conclusive=True,
         )
+
+    def _run_step(self, batch: Any) -> Any:
+        if self.on_host:
+            batch = self.setup.transfer.move(batch)
+        return self._step(batch, *self._rest)

@@ -67,6 +67,7 @@ class RecoverySession:
         is_wanted: Asked at every step; while it says no, errors pass through.
         report: Called with the outcome of each batch that ran out of memory, and its stage.
         report_optimizer: Called with a sentence after an update or clipping that was finished.
+        warn: Called with a sentence when a split would change logged values.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class RecoverySession:
         is_wanted: Callable[[], bool],
         report: Callable[[StepOutcome], None],
         report_optimizer: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.trainer = trainer
         self.device = trainer.strategy.root_device
@@ -87,6 +89,7 @@ class RecoverySession:
         self.is_wanted = is_wanted
         self.report = report
         self.report_optimizer = report_optimizer
+        self.warn = warn
         self._undos = UndoStack()
         randomness = RandomState([self.device])
         self._attributes = Attributes(module, ignore=_MODULE_ATTRIBUTES_OF_LIGHTNING)
@@ -123,6 +126,7 @@ class RecoverySession:
             attributes=self._attributes,
             split_fn=options.split_fn,
             log_merge=options.log_merge,
+            warn=self.warn,
         )
         rungs = [rung for rung in options.ladder.rungs if rung.name != "chunk"]
         guarded = self._guarded_step(Ladder(rungs or [ReleaseRung()]), self.knowledge.evaluation)
@@ -142,6 +146,7 @@ class RecoverySession:
             weight_fn=options.weight_fn,
             split_fn=options.split_fn,
             log_merge=options.log_merge,
+            warn=self.warn,
         )
         setup.zero_first = self.knowledge.zero_first and setup.may_zero_first
         guarded = self._guarded_step(options.ladder, self.knowledge.training)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_oom._lightning.log_check import differing_logs, explain_differing_logs
 from lightning_oom._lightning.progress import Progress
 from lightning_oom._lightning.results import LogRecorder, ResultsPart
 from lightning_oom._lightning.support import overrides
@@ -47,6 +48,7 @@ class TrainSetup:
         weight_fn: Weight of a micro-batch, ``None`` for its rows.
         split_fn: The user's way to cut a batch, or ``None``.
         log_merge: Name -> how values of micro-batches become one, for what cannot be inferred.
+        warn: Called with a sentence when a split would change logged values.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class TrainSetup:
         weight_fn: Callable[[Any], float | torch.Tensor] | None = None,
         split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
         log_merge: dict[str, str] | None = None,
+        warn: Callable[[str], None],
     ) -> None:
         self.trainer = trainer
+        self.warn = warn
         self.module = trainer.lightning_module
         self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self.transfer = transfer
@@ -372,6 +376,36 @@ class TrainProgram:
 
         The engine puts the state back.
         """
+        verdict = self._separability()
+        if verdict.separable:
+            self._check_logs()
+        return verdict
+
+    def _check_logs(self) -> None:
+        """Warn of logged values that micro-batches cannot give; never a reason to fail."""
+        setup, saved = self.setup, self._saved
+        if saved is None:
+            return
+        try:
+            names = differing_logs(
+                setup.trainer,
+                self._run_step,
+                self._fresh_batch(),
+                log_merge=setup.log_merge,
+                weight_fn=setup.weight_fn,
+                restore=saved.restore,
+            )
+        except Exception:  # the check runs user code on few rows, which may not be made for it
+            return
+        if names:
+            setup.warn(explain_differing_logs(names))
+
+    def _run_step(self, batch: Any) -> Any:
+        if self.on_host:
+            batch = self.setup.transfer.move(batch)
+        return self.setup.loop._make_step_fn(OrderedDict(self.kwargs, batch=batch))()
+
+    def _separability(self) -> Separability:
         named = [(n, p) for n, p in self.setup.module.named_parameters() if p.requires_grad]
         try:
             with torch.enable_grad():
@@ -395,9 +429,7 @@ class TrainProgram:
         setup = self.setup
 
         def measures_of(batch: Any) -> Sequence[torch.Tensor | None]:
-            if self.on_host:
-                batch = setup.transfer.move(batch)
-            loss = setup.loop._make_step_fn(OrderedDict(self.kwargs, batch=batch))().closure_loss
+            loss = self._run_step(batch).closure_loss
             if loss is None or (torch.is_grad_enabled() and not loss.requires_grad):
                 return [None] * len(names)
             return measure(loss)

@@ -199,6 +199,7 @@ class OOMRecovery(Callback):
             is_wanted=self._is_wanted,
             report=self._report,
             report_optimizer=self._report_optimizer,
+            warn=self._warn_of_logs,
         )
         if fit:
             self._session.guard_training()
@@ -304,6 +305,9 @@ class OOMRecovery(Callback):
         self.summary = replace(self.summary, num_optimizer=self.summary.num_optimizer + 1)
         if self.verbose:
             rank_zero_info(f"OOMRecovery: {self._place('train')}{text}")
+
+    def _warn_of_logs(self, text: str) -> None:
+        self._warn_once(f"OOMRecovery: {text}.", NotSeparableWarning)
 
     def _warn_inseparable(self, reason: str) -> None:
         self._warn_once(
