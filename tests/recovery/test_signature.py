@@ -17,6 +17,12 @@ from lightning_oom.recovery.row_plan import plan_rows
 from lightning_oom.recovery.signature import quick_rows
 
 
+@pytest.fixture(autouse=True)
+def _compiler_cache(monkeypatch, tmp_path):
+    """The first jagged tensor of a process makes torch name its compiler cache in the environment."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
 class Unreadable(UserDict):
     """A mapping that cannot be walked."""
 

@@ -16,6 +16,12 @@ from lightning_oom.recovery.batches import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _compiler_cache(monkeypatch, tmp_path):
+    """The first jagged tensor of a process makes torch name its compiler cache in the environment."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
 def test_packed_sequence_is_cut_in_the_order_of_the_batch():
     """Rows of a packed sequence follow the other leaves, whatever order it is packed in."""
     sequences = [torch.arange(n) + 10 * n for n in (3, 5, 2, 5, 1)]
