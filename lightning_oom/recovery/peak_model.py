@@ -23,11 +23,15 @@ __all__ = ["PeakModel"]
 
 _KEPT = 256
 _NEAREST = 5
-_REFIT_ERROR = 0.01
+_REFIT_ERROR = 0.05
+_REFIT_SHARE = 0.25
 _EXTRAPOLATION_POWER = 2.0
-_SUBSETS = [
-    list(subset) for size in (1, 2, 3, 4) for subset in itertools.combinations(range(4), size)
-]
+_FEW_OBSERVATIONS = 4
+_PROPORTIONAL = [[2]]
+_SUBSETS = sorted(
+    (list(subset) for size in (1, 2, 3, 4) for subset in itertools.combinations(range(4), size)),
+    key=lambda subset: (0 in subset, len(subset)),  # among equals, rather a slope than a constant
+)
 
 
 class PeakModel:
@@ -60,7 +64,7 @@ class PeakModel:
         length = self._length(dims)
         error = abs(self._fit.predict(length, rows) / num_bytes - 1)
         self._fit.add(length, rows, float(num_bytes))
-        self._stale = error > _REFIT_ERROR or self._fit.is_outgrown(length, len(self._observed))
+        self._stale = error > _REFIT_ERROR or self._fit.is_outgrown(length)
 
     def predict(self, dims: Dims, rows: int) -> float | None:
         """Return the expected peak in bytes above the base, or ``None`` without observations."""
@@ -128,22 +132,24 @@ class _Fit:
         self._lengths, self._ratios = list(table[:, 0]), []
         self._scale = float(table[:, 0].max())
         self._longest, self._shortest = self._scale, float(table[:, 0].min())
-        self._num_fitted = len(table)
+        self._num_fitted, self._num_added = len(table), 0
         design, target = _design(table[:, 0] / self._scale, table[:, 1]), table[:, 2]
-        self._coefficients = _fit_nonnegative(design / target[:, None])
+        subsets = _SUBSETS if len(table) >= _FEW_OBSERVATIONS else _PROPORTIONAL
+        self._coefficients = _fit_nonnegative(design / target[:, None], subsets)
         self._ratios = list(target / np.maximum(design @ self._coefficients, 1e-9))
 
     def add(self, length: float, rows: int, num_bytes: float) -> None:
         """Use one more observation for corrections, without fitting again."""
+        self._num_added += 1
         self._lengths.append(length)
         self._ratios.append(num_bytes / max(self._plain(length, rows), 1e-9))
         if len(self._lengths) > _KEPT:
             del self._lengths[0], self._ratios[0]
 
-    def is_outgrown(self, length: float, num_observed: int) -> bool:
+    def is_outgrown(self, length: float) -> bool:
         """Whether ``length`` is outside of what was fitted, or much has been seen since."""
         outside = not self._shortest <= length <= self._longest
-        return outside or num_observed >= min(2 * self._num_fitted, _KEPT - 1) > self._num_fitted
+        return outside or self._num_added >= _REFIT_SHARE * self._num_fitted
 
     def is_familiar(self, length: float) -> bool:
         """Whether ``length`` is at most 10 % beyond the longest seen, or shorter."""
@@ -189,11 +195,11 @@ def _design(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.stack([np.ones_like(x), rows, rows * x, rows * x * x], axis=1)
 
 
-def _fit_nonnegative(design: np.ndarray) -> np.ndarray:
-    """Return non-negative ``c`` with the least ``|design c - 1|``, over all sets of non-zeros."""
+def _fit_nonnegative(design: np.ndarray, subsets: list[list[int]]) -> np.ndarray:
+    """Return non-negative ``c`` with the least ``|design c - 1|`` that is non-zero in a subset."""
     gram, moment = design.T @ design, design.sum(axis=0)
     best, best_error = np.zeros(design.shape[1]), float("inf")
-    for subset in _SUBSETS:
+    for subset in subsets:
         block = gram[np.ix_(subset, subset)]
         solution = np.linalg.lstsq(block, moment[subset], rcond=1e-12)[0]
         if (solution < 0).any():

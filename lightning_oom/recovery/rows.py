@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_oom.recovery.bounds import Dims, RowBounds
-from lightning_oom.recovery.peak_model import PeakModel
+from lightning_oom.recovery.row_groups import Groups, Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["RowsPolicy"]
 
 _VERSION = 1
-_KEPT_SIGNATURES = 1024
-_KEPT_GROUPS = 16
 _READ_EVERY = 16
 _MAX_BACKOFF = 10
 _STEP_DOWN = 0.98
@@ -26,44 +22,11 @@ _SURPRISES = 2
 _FEW_PEAKS = 8
 
 
-@dataclass(slots=True, kw_only=True)
-class _Group:
-    """What is known about batches of one structure."""
-
-    leaf_ndims: tuple[int, ...]
-    peaks: PeakModel
-    bounds: RowBounds = field(default_factory=RowBounds)
-    num_failures: int = 0
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> _Group:
-        leaf_ndims = tuple(map(int, plain["leaf_ndims"]))
-        peaks = PeakModel(leaf_ndims)
-        peaks.load_plain(plain["peaks"])
-        return cls(
-            leaf_ndims=leaf_ndims,
-            peaks=peaks,
-            bounds=RowBounds.from_plain(plain["bounds"]),
-            num_failures=int(plain["num_failures"]),
-        )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Place:
-    """Where a signature belongs."""
-
-    group: _Group
-    dims: Dims
-    read_rows: set[int] = field(default_factory=set)
-    num_asked: int = 0
-    largest_whole: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probe:
     """One step that tries more than old failures allow."""
 
-    place: _Place
+    place: Place
     rows: int
     usable_fraction: float
 
@@ -112,8 +75,7 @@ class RowsPolicy:
             raise ValueError(f"grow_after must be at least 1, got {grow_after!r}")
         self.margin_fraction = margin_fraction
         self.grow_after = grow_after
-        self._groups: OrderedDict[str, _Group] = OrderedDict()
-        self._places: dict[BatchSignature, _Place] = {}
+        self._groups = Groups()
         self._failed = False
         self._usable_fraction = 1.0
         self._num_held_back = 0
@@ -147,7 +109,7 @@ class RowsPolicy:
         """
         if not self._failed:
             return rows
-        place = self._place(signature)
+        place = self._groups.place(signature)
         limit_bytes, base_bytes = self._bases(limit_bytes, base_bytes)
         if self._probe is not None and self._probe.place is place:
             return min(rows, self._probe.rows)
@@ -189,7 +151,7 @@ class RowsPolicy:
         """
         if failed_rows <= 1:
             return None
-        place = self._place(signature)
+        place = self._groups.place(signature)
         limit_bytes, base_bytes = self._bases(limit_bytes, base_bytes)
         known = place.group.peaks.predict(place.dims, failed_rows) is not None
         wanted = self._wanted(place, failed_rows, limit_bytes, base_bytes) if known else None
@@ -216,7 +178,7 @@ class RowsPolicy:
             near_miss: The allocator had to empty its cache and try again during the step: more
                 rows are not tried then, and after three times one row less.
         """
-        place = self._place(signature)
+        place = self._groups.place(signature)
         if peak_bytes is not None:
             place.read_rows.add(rows_together)
             base = self._bases(None, base_bytes)[1] or 0
@@ -225,9 +187,9 @@ class RowsPolicy:
         if not self._failed and not near_miss:
             place.largest_whole = max(place.largest_whole, rows_together)
             return
+        place.group.bounds.add_safe(place.dims, rows_together)
         if near_miss:
             place.group.bounds.add_tight(place.dims, rows_together)
-        place.group.bounds.add_safe(place.dims, rows_together)
         self._settle_probe(place, rows_together)
 
     def record_failure(
@@ -246,10 +208,10 @@ class RowsPolicy:
             limit_bytes: What the device can hold; ``None`` for what was last said.
             base_bytes: Allocated before the step; ``None`` for what was last said.
         """
-        place = self._place(signature)
+        place = self._groups.place(signature)
         limit_bytes, base_bytes = self._bases(limit_bytes, base_bytes)
         if not self._failed:
-            self._remember_whole_batches()
+            self._groups.remember_whole_batches()
             self._failed = True
         place.group.num_failures += 1
         was_probe = self._probe is not None and self._probe.place is place
@@ -266,30 +228,21 @@ class RowsPolicy:
         True for rows and lengths not seen yet, and for every 16th step otherwise. Costs two
         look-ups.
         """
-        place = self._place(signature)
+        place = self._groups.place(signature)
         place.num_asked += 1
         return rows_together not in place.read_rows or place.num_asked % _READ_EVERY == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that was learnt, as lists, dicts, strings and numbers."""
         if not self._failed:
-            self._remember_whole_batches()
+            self._groups.remember_whole_batches()
         return {
             "version": _VERSION,
             "failed": self._failed,
             "usable_fraction": self._usable_fraction,
             "largest_fit_bytes": self._largest_fit,
             "backoff": self._backoff,
-            "groups": [
-                {
-                    "key": key,
-                    "leaf_ndims": list(group.leaf_ndims),
-                    "num_failures": group.num_failures,
-                    "bounds": group.bounds.to_plain(),
-                    "peaks": group.peaks.to_plain(),
-                }
-                for key, group in self._groups.items()
-            ],
+            "groups": self._groups.to_plain(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -302,9 +255,7 @@ class RowsPolicy:
         if state.get("version") != _VERSION:
             return False
         try:
-            groups = OrderedDict(
-                (str(plain["key"]), _Group.from_plain(plain)) for plain in state["groups"]
-            )
+            groups = Groups.from_plain(state["groups"])
             numbers = (
                 bool(state["failed"]),
                 float(state["usable_fraction"]),
@@ -313,7 +264,7 @@ class RowsPolicy:
             )
         except (KeyError, TypeError, ValueError):
             return False
-        self._groups, self._places = groups, {}
+        self._groups = groups
         self._failed, self._usable_fraction, self._largest_fit, self._backoff = numbers
         self._probe, self._num_held_back = None, 0
         return True
@@ -326,35 +277,6 @@ class RowsPolicy:
         self._last_base = self._last_base if base_bytes is None else base_bytes
         return self._last_limit, self._last_base
 
-    def _place(self, signature: BatchSignature) -> _Place:
-        place = self._places.get(signature)
-        if place is None:
-            if len(self._places) >= _KEPT_SIGNATURES:
-                self._remember_whole_batches()
-                self._places.clear()
-            ndims = tuple(map(len, signature.shapes))
-            key = f"{signature.structure} {' '.join(signature.dtypes)} {ndims}"
-            dims = tuple(dim for shape in signature.shapes for dim in shape)
-            place = _Place(group=self._group(key, ndims), dims=dims)
-            self._places[signature] = place
-        return place
-
-    def _group(self, key: str, leaf_ndims: tuple[int, ...]) -> _Group:
-        group = self._groups.get(key)
-        if group is None:
-            if len(self._groups) >= _KEPT_GROUPS:
-                dropped = self._groups.pop(next(iter(self._groups)))
-                self._places = {s: p for s, p in self._places.items() if p.group is not dropped}
-            group = self._groups[key] = _Group(leaf_ndims=leaf_ndims, peaks=PeakModel(leaf_ndims))
-        return group
-
-    def _remember_whole_batches(self) -> None:
-        """Turn what ran whole before the first failure into bounds; the hot path only counts."""
-        for place in self._places.values():
-            if place.largest_whole:
-                place.group.bounds.add_safe(place.dims, place.largest_whole)
-                place.largest_whole = 0
-
     def _target(self, limit_bytes: int | None) -> float | None:
         """Return up to how many bytes a step may be expected to go."""
         if limit_bytes is not None:
@@ -362,7 +284,7 @@ class RowsPolicy:
         return float(self._largest_fit) if self._largest_fit else None
 
     def _wanted(
-        self, place: _Place, rows: int, limit_bytes: int | None, base_bytes: int | None
+        self, place: Place, rows: int, limit_bytes: int | None, base_bytes: int | None
     ) -> int | None:
         """Return what the model would run together, unbalanced; ``None`` where it cannot tell."""
         target, base = self._target(limit_bytes), base_bytes or 0
@@ -375,7 +297,7 @@ class RowsPolicy:
         return place.group.peaks.rows_within(place.dims, target - base)
 
     def _forgetful(
-        self, place: _Place, rows: int, limit_bytes: int | None, base_bytes: int | None
+        self, place: Place, rows: int, limit_bytes: int | None, base_bytes: int | None
     ) -> int:
         """Return what would be proposed if nothing had failed so far."""
         if limit_bytes is None:
@@ -385,7 +307,7 @@ class RowsPolicy:
         return rows if more is None else max(1, min(rows, more))
 
     def _usable_at(
-        self, place: _Place, rows: int, limit_bytes: int | None, base_bytes: int | None
+        self, place: Place, rows: int, limit_bytes: int | None, base_bytes: int | None
     ) -> float:
         """Return which part of the limit is usable if ``rows`` fit."""
         expected = place.group.peaks.predict(place.dims, rows)
@@ -393,7 +315,7 @@ class RowsPolicy:
             return self._usable_fraction
         return min(1.0, (expected + (base_bytes or 0)) / (limit_bytes * (1 - self.margin_fraction)))
 
-    def _clip(self, place: _Place, wanted: int | None, rows: int) -> int:
+    def _clip(self, place: Place, wanted: int | None, rows: int) -> int:
         """Return ``wanted`` within what is known to fail and known to fit."""
         bounds = place.group.bounds
         cap, safe = bounds.cap(place.dims), bounds.largest_safe(place.dims)
@@ -402,7 +324,7 @@ class RowsPolicy:
             chosen = min(chosen, cap if wanted is not None or safe else max(1, (cap + 1) // 2))
         return max(1, min(rows, max(chosen, safe)))
 
-    def _settle_probe(self, place: _Place, rows_together: int) -> None:
+    def _settle_probe(self, place: Place, rows_together: int) -> None:
         probe = self._probe
         if probe is None or probe.place is not place:
             self._num_held_back += self._held_back
@@ -420,7 +342,7 @@ class RowsPolicy:
         return int(self.grow_after * 2**self._backoff)
 
     def _lower_expectations(
-        self, place: _Place, rows: int, limit_bytes: int, base_bytes: int
+        self, place: Place, rows: int, limit_bytes: int, base_bytes: int
     ) -> None:
         """Blame the model for a surprising failure where it had to extrapolate.
 
