@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
@@ -246,9 +247,8 @@ def step_hooks(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[list[dict[int, Any]], list[dict[int, Any]]]:
     """Return the mappings of hooks before and after an optimizer's step, in order."""
-    module: Any = torch.optim.optimizer
     own: Any = optimizer
     return (
-        [module._global_optimizer_pre_hooks, own._optimizer_step_pre_hooks],
-        [own._optimizer_step_post_hooks, module._global_optimizer_post_hooks],
+        [_global_optimizer_pre_hooks, own._optimizer_step_pre_hooks],
+        [own._optimizer_step_post_hooks, _global_optimizer_post_hooks],
     )

@@ -1,45 +1,56 @@
 """An optimizer step that runs out of memory is finished, or raises before anything has moved.
 
-Three situations, from the usual one to the last resort:
+Four situations, from the usual one to the last resort:
 
 1. *Nothing was written yet* (state could not be made, or the first temporary): state that was half
    made is dropped, caches are emptied, the update runs again.
-2. *Something was written*: the update is resumed after its last write (:mod:`.resume`).
-3. *The update needs more at once than there is*: parameters are updated one by one, each with its
-   own reservation, which needs the temporaries of one parameter instead of all.
+2. *Something was written*: the update goes on where it stopped, either by counting its writes
+   (:mod:`.resume`, which costs nothing before the failure) or by a record of its operations
+   (:mod:`.recording`, for first steps and for the few updates whose writes cannot be counted).
+3. *The update needs more at once than there is*: parameters are updated a few at a time, which
+   needs the temporaries of the largest instead of all (:mod:`.portions`).
+4. *Not even that fits*: the error is raised, and nothing has moved.
 
-Before an update, the device's counters are compared with an upper estimate of what it needs, so that
-a shortage shows while nothing has changed. Nothing is allocated for that: the peak stays what it is.
+Before an update, the device's counters are compared with what it needs, so that a shortage shows
+while nothing has changed. Nothing is allocated for that: the peak stays what it is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_oom._torch import counts_list_writes, step_hooks
 from lightning_oom.errors import add_note
 from lightning_oom.memory import read_memory
 from lightning_oom.recovery.classify import classify_oom
 from lightning_oom.recovery.cleanup import clear_frames
-from lightning_oom.recovery.resume import ResumeImpossibleError, ResumeMode, UpdateState
+from lightning_oom.recovery.portions import only, portions_of, reserve
+from lightning_oom.recovery.recording import RecordedUpdate
+from lightning_oom.recovery.resume import CountedUpdate, ResumeImpossibleError, UpdateState
+from lightning_oom.recovery.update_kinds import find_kind
 from lightning_oom.undo import Undo, shadow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 __all__ = ["OptimizerGuard", "is_guardable"]
 
 _CHECK_EVERY = 16  # steps between two looks at the counters while memory is plentiful
+_TRIES = 3  # how often an update is resumed
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_guardable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's update is one whose writes can be counted.
+    """Whether an interrupted update of the optimizer can be finished.
 
-    True for torch's own optimizers except ``LBFGS``, which interleaves its update with calls of the
-    closure. Others may write through ``.data``, which raises no version; their errors pass through.
+    True for torch's own optimizers, and for subclasses that leave the update as it is. Not for
+    ``LBFGS``, which interleaves its update with calls of the closure, not with ``differentiable``,
+    and not for others: they may write through ``.data``, which leaves no trace.
 
     Example:
         >>> import torch
@@ -47,25 +58,35 @@ def is_guardable(optimizer: torch.optim.Optimizer) -> bool:
         >>> is_guardable(torch.optim.AdamW([weight])), is_guardable(torch.optim.LBFGS([weight]))
         (True, False)
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return False
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and not isinstance(
-        optimizer, torch.optim.LBFGS
-    )
+    parts = [getattr(kind, name, None) for name in ("step", "_init_group")]
+    return all(
+        inspect.unwrap(part).__module__.startswith("torch.optim")
+        for part in parts
+        if part is not None
+    ) and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 class OptimizerGuard:
     """Guards the ``step`` of one optimizer.
 
     Args:
-        optimizer: One for which :func:`is_guardable` holds.
+        optimizer: The optimizer. Unless :func:`is_guardable` holds, and where its step is compiled
+            or its parameters are no plain tensors, its errors pass through with a note.
         device: Where its parameters are; its counters decide whether memory is reserved.
         release: Collects garbage and empties caches.
         report: Called with a sentence after an update that ran out of memory was finished.
 
     Note:
         Cost without an OOM: 0.1 us for each parameter and state tensor, and one look at the
-        allocator's counters in 16 steps (in every step while memory is scarce).
-        The closure runs before the update, as torch's own optimizers do it.
+        allocator's counters in 16 steps (in every step while memory is scarce). First steps, fused
+        updates, ``Adafactor``, ``SparseAdam``, ``ASGD`` and ``Rprop`` with lists are recorded,
+        which costs some 10 us for each of their operations.
+        Hooks of the optimizer run once, before and after all that; the closure runs before the
+        update, as torch's own optimizers do it. An update under a dispatch mode that hides writes
+        to lists from version counters (``FlopCounterMode``, say) is recorded too.
     """
 
     def __init__(
@@ -80,117 +101,205 @@ class OptimizerGuard:
         self.device = device
         self.release = release
         self.report = report
-        self._steps_until_check = 0
+        self.kind = find_kind(optimizer)
         self._update: Callable[..., Any] = optimizer.step
+        self._is_active = is_guardable(optimizer) and not _is_compiled(optimizer.step)
+        self._steps_until_check = 0
+        self._is_scarce = False
+        self._probe = torch.zeros(1)
+        self._settled: set[int] = set()  # ids of parameters whose first step is over
+        self._settled_state: Any = None
 
     def install(self) -> Undo:
         """Put the guard in front of ``optimizer.step``; return its undo."""
-        self._update = self.optimizer.step
+        update = self._update = self.optimizer.step
 
-        # what others have noted on the method (a scheduler's mark, say) stays visible
-        @functools.wraps(self._update)
-        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            return self.step(closure, **kwargs)
+        # what others have noted on the method (a scheduler's mark, say) stays visible, and it is a
+        # method, which is what a scheduler made later expects
+        @functools.wraps(getattr(update, "__func__", update))
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.step(*args, **kwargs)
 
-        undo = shadow(self.optimizer, "step", step)
+        method = MethodType(step, self.optimizer)
+        undo = shadow(self.optimizer, "step", method)
 
         def remove() -> None:
+            self._is_active = False
+            if vars(self.optimizer).get("step") is method:
+                self.__dict__.pop("_update", None)  # else somebody's wrapper still comes through
             undo()
-            self.__dict__.pop("_update", None)
 
         return Undo(remove)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure, then the update, which ends whole or raises with nothing moved."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        state = UpdateState(self.optimizer)
-        if self._reserve(state):
-            error = self._try(self._update, kwargs)
-            if error is None:
-                return loss
-            error = self._recover(state, kwargs)
+        if not self._is_active:
+            return self._pass_through(args, kwargs)
+        before, after = step_hooks(self.optimizer)
+        if any(before) or any(after):
+            return self._step_with_hooks(before, after, args, kwargs)
+        return self._step(*args, **kwargs)
+
+    def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        loss = self._run_closure(closure)
+        self._run_update(kwargs)
+        return loss
+
+    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _step_with_hooks(
+        self,
+        before: list[dict[int, Any]],
+        after: list[dict[int, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the optimizer's hooks as torch does, outside of what may be repeated."""
+        args = (self.optimizer, *args)
+        for hook in [hook for hooks in before for hook in hooks.values()]:
+            changed = hook(self.optimizer, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        options = dict(kwargs)
+        loss = self._run_closure(args[1] if len(args) > 1 else options.pop("closure", None))
+        taken = [(hooks, dict(hooks)) for hooks in (*before, *after)]
+        for hooks, _ in taken:
+            hooks.clear()
+        try:
+            self._run_update(options)
+        finally:
+            for hooks, entries in taken:
+                hooks.update(entries)
+        for hook in [hook for hooks in after for hook in hooks.values()]:
+            hook(self.optimizer, args, kwargs)
+        return loss
+
+    def _pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._update(*args, **kwargs)
+        except Exception as error:
+            # an error of the closure has its own story
+            if classify_oom(error) is not None and not getattr(error, "__notes__", None):
+                add_note(error, _OPAQUE.format(type(self.optimizer).__name__))
+            raise
+
+    # -- one update
+    def _run_update(self, kwargs: dict[str, Any]) -> None:
+        before = UpdateState(self.optimizer)
+        if not set(map(type, before.parameters)) <= _PLAIN:
+            self._pass_through((), kwargs)
+            return
+        fresh = self._is_fresh(before)
+        if self._has_room(before, fresh=fresh):
+            attempt = self._attempt(before, fresh=fresh)
+            error = self._try(attempt, kwargs)
+            if error is not None:
+                error = self._recover(attempt, error, kwargs)
         else:
-            error = self._one_by_one(state, kwargs)
+            error = self._in_portions(before, kwargs)
         if error is not None:
             try:
                 raise error
             finally:
                 error = None
-        return loss
+        if fresh:
+            self._settled.update(map(id, before.trained))
 
-    # -- one update
-    def _try(self, update: Callable[..., Any], kwargs: dict[str, Any]) -> Exception | None:
+    def _is_fresh(self, before: UpdateState) -> bool:
+        """Whether a parameter steps for the first time: its state is yet to be made."""
+        if self._settled_state is not self.optimizer.state:
+            self._settled_state = self.optimizer.state
+            self._settled.clear()
+        return not self._settled.issuperset(map(id, before.trained))
+
+    def _attempt(self, before: UpdateState, *, fresh: bool) -> RecordedUpdate | CountedUpdate:
+        """Return a new attempt, recorded where counting writes does not suffice."""
+        is_counted = (
+            not fresh
+            and all(self.kind.is_counted(g, self.device) for g in self.optimizer.param_groups)
+            and not any(gradient.is_sparse for gradient in before.gradients)
+            and counts_list_writes(self._probe)
+        )
+        return CountedUpdate(before) if is_counted else RecordedUpdate(before)
+
+    def _try(
+        self, attempt: RecordedUpdate | CountedUpdate, kwargs: dict[str, Any]
+    ) -> Exception | None:
         """Run an update; return its out-of-memory error, which holds no frames' contents."""
         try:
-            update(**kwargs)
+            with attempt.watch():
+                self._update(**kwargs)
+        except ResumeImpossibleError as error:
+            attempt.lost = str(error)
+            clear_frames(error)
+            return error
         except Exception as error:
             cause = classify_oom(error)
             if cause is None or not cause.recoverable_on(self.device.type):
                 raise
+            attempt.note_failure()
             clear_frames(error)
             return error
         return None
 
-    def _recover(self, state: UpdateState, kwargs: dict[str, Any]) -> Exception | None:
+    def _recover(
+        self, attempt: RecordedUpdate | CountedUpdate, error: Exception, kwargs: dict[str, Any]
+    ) -> Exception | None:
         self._steps_until_check = 0
-        done = state.writes()
-        state.rewind()
+        if attempt.has_moved:
+            return self._resume(attempt, error, kwargs)
+        before = attempt.before
+        del attempt  # with what it holds
+        before.rewind()
         self.release()
-        if done:
-            return self._resume(state, done, kwargs)
-        error = self._try(self._update, kwargs)
-        if error is None:
-            self.report(
-                "an optimizer step ran out of memory before its first write and was repeated"
-            )
+        again = self._attempt(before, fresh=self._is_fresh(before))
+        error_again = self._try(again, kwargs)
+        if error_again is None:
+            self.report(_REPEATED)
             return None
-        done = state.writes()
-        state.rewind()
+        if again.has_moved:
+            return self._resume(again, error_again, kwargs)
+        del again
+        before.rewind()
         self.release()
-        if done:
-            return self._resume(state, done, kwargs)
-        return self._one_by_one(state, kwargs)
+        return self._in_portions(before, kwargs)
 
     def _resume(
-        self, state: UpdateState, done: dict[int, int], kwargs: dict[str, Any], tries: int = 2
+        self, attempt: RecordedUpdate | CountedUpdate, error: Exception, kwargs: dict[str, Any]
     ) -> Exception | None:
-        error: Exception | None = None
-        for _ in range(tries):
-            mode = ResumeMode(state.persistent(), done)
-            try:
-                with mode:
-                    error = self._try(self._update, kwargs)
-                if error is None:
-                    state.mend(mode)
-            except ResumeImpossibleError as impossible:
-                add_note(impossible, _MOVED)
-                return impossible
-            if error is None:
-                self.report("an optimizer step ran out of memory and was resumed where it stopped")
-                return None
-            state.rewind()
+        for _ in range(_TRIES):
+            if attempt.lost is not None:
+                break
+            attempt.before.rewind()
             self.release()
-        if error is not None:
-            add_note(error, _MOVED)
+            again = self._try(attempt, kwargs)
+            if again is None:
+                self.report(_RESUMED)
+                return None
+            if not isinstance(again, ResumeImpossibleError):
+                error = again
+        add_note(error, _MOVED if attempt.lost is None else f"{_MOVED} ({attempt.lost})")
         return error
 
-    # -- reservation
-    def _reserve(self, state: UpdateState) -> bool:
-        """Return whether an ordinary update has the memory it may need."""
+    # -- memory
+    def _has_room(self, before: UpdateState, *, fresh: bool) -> bool:
+        """Return whether an ordinary update has the memory it needs."""
         self._steps_until_check -= 1
-        if self._steps_until_check > 0:
+        if self._steps_until_check > 0 and not fresh:
             return True
-        needed = self._needed_bytes(state)
+        needed = self._needed_bytes()
         free = self._free_bytes()
-        if free is not None and needed > free:
+        if free is not None and needed > free and not self._is_scarce:
             self.release()
             free = self._free_bytes()
+        self._is_scarce = free is not None and needed > free
         if free is None or needed <= free // 2:
             self._steps_until_check = _CHECK_EVERY
-        return free is None or needed <= free
+        return not self._is_scarce
 
     def _free_bytes(self) -> int | None:
         reading = read_memory(self.device)
@@ -198,90 +307,88 @@ class OptimizerGuard:
             return None
         return reading.limit_bytes - reading.allocated_bytes
 
-    def _needed_bytes(self, state: UpdateState) -> int:
-        """Return an upper estimate of new state and temporaries of one ordinary update."""
-        total = 0
-        for group in self.optimizer.param_groups:
-            sizes = [_nbytes(p) for p in group["params"] if p.grad is not None]
-            fresh = sum(
-                _nbytes(p) for p in group["params"] if p.grad is not None and p not in state.known
+    def _needed_bytes(self) -> int:
+        """Return the bytes of new state and temporaries that one ordinary update needs."""
+        optimizer, temporary_bytes, state_bytes = self.optimizer, 0, 0
+        for group in optimizer.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            state_bytes += sum(
+                self.kind.state_bytes(p, group) for p in trained if p not in optimizer.state
             )
-            total += 2 * fresh
-            if not group.get("fused"):
-                total += _temporaries(group, sizes, self.device)
-        return total
+            temporary_bytes = max(
+                temporary_bytes, self.kind.temporary_bytes(trained, group, self.device)
+            )
+        return state_bytes + temporary_bytes
 
     # -- last resort
-    def _one_by_one(self, state: UpdateState, kwargs: dict[str, Any]) -> Exception | None:
-        """Update parameters one at a time; reserve what the dearest one needs before the first."""
-        parameters = [
-            (group, parameter)
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        largest = max((_nbytes(parameter) for _, parameter in parameters), default=0)
-        fresh = sum(_nbytes(p) for _, p in parameters if p not in state.known)
-        error = self._try(self._hold, {"num_bytes": 2 * largest + 2 * fresh})
+    def _in_portions(self, before: UpdateState, kwargs: dict[str, Any]) -> Exception | None:
+        """Update a few parameters at a time; reserve what the dearest need before the first."""
+        portions = portions_of(self.optimizer)
+        held = functools.partial(reserve, self.optimizer, self.kind, portions, self.device)
+        error = self._try_reserving(held)
         if error is not None:
-            add_note(error, "lightning_oom: the optimizer step had not begun; nothing has moved.")
+            self.release()
+            error = self._try_reserving(held)
+        if error is not None:
+            add_note(error, _UNTOUCHED)
             return error
-        for group, parameter in parameters:
-            with self._only(group, parameter):
-                own = UpdateState(self.optimizer)
-                error = self._try(self._update, kwargs)
-                if error is not None:
-                    error = self._recover_one(own, kwargs)
+        for index, portion in enumerate(portions):
+            with only(self.optimizer, portion):
+                error = self._update_portion(kwargs, is_first=index == 0)
             if error is not None:
                 return error
-        self.report("an optimizer step was done one parameter at a time for want of memory")
+        self.report(_PORTIONED)
         return None
 
-    def _hold(self, num_bytes: int) -> None:
-        torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def _recover_one(self, own: UpdateState, kwargs: dict[str, Any]) -> Exception | None:
-        done = own.writes()
-        own.rewind()
-        self.release()
-        if done:
-            return self._resume(own, done, kwargs)
-        error = self._try(self._update, kwargs)
-        if error is not None:
-            add_note(error, _MOVED)
-        return error
-
-    @contextlib.contextmanager
-    def _only(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> Iterator[None]:
-        """Let the optimizer see one parameter, updated without lists."""
-        groups = self.optimizer.param_groups
-        saved = [(g, g["params"], g.get("foreach"), g.get("fused")) for g in groups]
-        for other in groups:
-            other["params"] = [parameter] if other is group else []
-            if "foreach" in other and not other.get("fused"):
-                other["foreach"] = False
+    def _try_reserving(self, hold: Callable[[], None]) -> Exception | None:
         try:
-            yield
-        finally:
-            for other, parameters, foreach, _ in saved:
-                other["params"] = parameters
-                if "foreach" in other:
-                    other["foreach"] = foreach
+            hold()
+        except Exception as error:
+            if classify_oom(error) is None:
+                raise
+            clear_frames(error)
+            return error
+        return None
+
+    def _update_portion(self, kwargs: dict[str, Any], *, is_first: bool) -> Exception | None:
+        before = UpdateState(self.optimizer)
+        error: Exception | None = None
+        for _ in range(_TRIES):
+            attempt = RecordedUpdate(before)
+            error = self._try(attempt, kwargs)
+            if error is None:
+                return None
+            if attempt.has_moved:
+                return self._resume(attempt, error, kwargs)
+            del attempt
+            before.rewind()
+            self.release()
+        if error is not None:
+            add_note(error, _UNTOUCHED if is_first else _MOVED)
+        return error
 
 
 _MOVED = (
     "lightning_oom: the optimizer step had begun: some parameters hold this step's update and some "
     "do not. Continue from the last checkpoint."
 )
+_UNTOUCHED = (
+    "lightning_oom: the optimizer step was not begun: parameters and optimizer state are what they "
+    "were before it."
+)
+_OPAQUE = (
+    "lightning_oom: the update of {} cannot be resumed, so it was not tried again; some parameters "
+    "may hold this step's update and some not. Continue from the last checkpoint."
+)
+_REPEATED = "an optimizer step ran out of memory before its first write and was repeated"
+_RESUMED = "an optimizer step ran out of memory and was resumed where it stopped"
+_PORTIONED = "an optimizer step was done a few parameters at a time for want of memory"
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _temporaries(group: dict[str, Any], sizes: list[int], device: torch.device) -> int:
-    """Return bytes of temporaries: of all parameters with lists, of the largest one without."""
-    foreach = group.get("foreach")
-    if foreach is None:
-        foreach = device.type in ("cuda", "xpu") and not group.get("differentiable")
-    return 2 * (sum(sizes) if foreach else max(sizes, default=0))
+def _is_compiled(step: Any) -> bool:
+    """Whether a step, or what it wraps, was made by ``torch.compile``."""
+    while step is not None:
+        if hasattr(step, "_torchdynamo_orig_callable"):
+            return True
+        step = getattr(step, "__wrapped__", None) or getattr(step, "__func__", None)
+    return False

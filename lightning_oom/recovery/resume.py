@@ -1,4 +1,4 @@
-"""Finish an optimizer step that was interrupted halfway, exactly.
+"""Finish an optimizer step that was interrupted halfway, exactly, without having watched it.
 
 An update is a fixed program of tensor operations. Some write into parameters or optimizer state,
 the others make temporaries. When an allocation fails, the writes done so far cannot be undone in
@@ -7,129 +7,141 @@ program is then run again below :class:`ResumeMode`, which skips the writes that
 the temporaries, and goes on with the first write that is missing.
 
 A temporary that would be computed from a tensor which has already moved on is marked, and using it
-for a write that is still missing is an error: then nothing is guessed.
+for a write that is still missing is an error: then nothing is guessed. Where this would happen, the
+update is recorded instead (:mod:`.recording`).
 """
 
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_oom._torch import TorchDispatchMode, base_of, read_version, written_positions
+from lightning_oom._torch import WatchingMode, base_of, read_version, written_positions
 from lightning_oom.errors import LightningOOMError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     import torch
 
-__all__ = ["ResumeImpossibleError", "ResumeMode", "UpdateState"]
+__all__ = ["CountedUpdate", "ResumeImpossibleError", "ResumeMode", "UpdateState", "tensors_among"]
 
 
 class ResumeImpossibleError(LightningOOMError, RuntimeError):
-    """A missing write needs a value that has been overwritten since."""
+    """The rest of an update needs a value that has been overwritten or was not kept."""
 
 
 class UpdateState:
-    """What an optimizer step writes to, as it stood before the step.
+    """What an optimizer step can change, as it stood before the step.
 
     Args:
         optimizer: The optimizer about to step.
 
+    Attributes:
+        parameters: All parameters, in the optimizer's order.
+        trained: Those with a gradient.
+        gradients: Their gradients.
+        tensors: Parameters, gradients and the tensors of the state.
+
     Note:
-        Cost: 0.1 us per tensor. Holds no reference that would not live on anyway.
+        Cost: 0.1 us per tensor. Keeps references for the length of a step, to what the optimizer
+        keeps anyway.
     """
+
+    __slots__ = (
+        "_lengths",
+        "_values",
+        "_versions",
+        "gradients",
+        "optimizer",
+        "parameters",
+        "tensors",
+        "trained",
+    )
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.versions: dict[int, tuple[Tensor, int]] = {}
-        self.numbers: list[tuple[dict[str, Any], str, Any]] = []
-        self.known: dict[Tensor, tuple[str, ...]] = {}
-        self._dropped: dict[tuple[int, str], Tensor] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._see(parameter)
-                if parameter.grad is not None:
-                    self._see(parameter.grad)
-        for parameter, state in optimizer.state.items():
-            self.known[parameter] = tuple(state)
-            for name, entry in state.items():
-                if isinstance(entry, Tensor):
-                    self._see(entry)
-                elif isinstance(entry, (int, float)):
-                    self.numbers.append((state, name, entry))
-
-    def _see(self, tensor: Tensor) -> None:
-        self.versions[id(tensor)] = (tensor, read_version(tensor))
+        self.parameters: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self.trained = [p for p in self.parameters if p.grad is not None]
+        self.gradients: list[Any] = [p.grad for p in self.trained]
+        states = optimizer.state.values()
+        # a step adds entries behind those there are, and takes none away
+        self._lengths = [len(state) for state in states]
+        self._values = [value for state in states for value in state.values()]
+        self.tensors = [*self.parameters, *self.gradients, *tensors_among(self._values)]
+        self._versions = list(map(read_version, self.tensors))
 
     def writes(self) -> dict[int, int]:
-        """Return how many writes each tensor has seen since, by ``id``; only those with some.
-
-        State that the step itself has made counts from version 0.
-        """
-        done = {
-            key: read_version(tensor) - version
-            for key, (tensor, version) in self.versions.items()
-            if read_version(tensor) != version
+        """Return how many writes each tensor has seen since, by ``id``; only those with some."""
+        return {
+            id(tensor): version - before
+            for tensor, before in zip(self.tensors, self._versions, strict=True)
+            if (version := read_version(tensor)) != before
         }
-        for tensor in self._fresh():
-            if read_version(tensor):
-                done[id(tensor)] = read_version(tensor)
-        return done
 
-    def _fresh(self) -> Iterable[Tensor]:
-        for parameter, state in self.optimizer.state.items():
-            old = self.known.get(parameter, ())
-            for name, entry in state.items():
-                if name not in old and isinstance(entry, Tensor):
-                    yield entry
-
-    def persistent(self) -> list[Tensor]:
-        """Return every tensor whose writes are counted, state made by the step included."""
-        return [*(tensor for tensor, _ in self.versions.values()), *self._fresh()]
+    def has_new_state(self) -> bool:
+        """Whether the step has made state."""
+        states = self.optimizer.state.values()
+        return len(states) > len(self._lengths) or any(
+            len(state) > length for state, length in zip(states, self._lengths, strict=True)
+        )
 
     def rewind(self) -> None:
-        """Put numbers back, and drop state that the step has made but not written to."""
-        for state, name, number in self.numbers:
-            state[name] = number
-        for parameter in list(self.optimizer.state):
-            state = self.optimizer.state[parameter]
-            old = self.known.get(parameter)
-            fresh = [name for name in state if old is None or name not in old]
-            if any(isinstance(state[n], Tensor) and read_version(state[n]) for n in fresh):
-                self._rewind_numbers(state, fresh)
-                continue
-            for name in fresh:
-                entry = state.pop(name)
-                if isinstance(entry, Tensor):
-                    self._dropped[id(parameter), name] = entry
-            if old is None:
-                del self.optimizer.state[parameter]
+        """Put the entries of the state back, and take out those that the step has made.
 
-    def mend(self, mode: ResumeMode) -> None:
-        """After a resumed update: state that it made from overwritten values is what it was before.
-
-        Raises:
-            ResumeImpossibleError: There was none before.
+        What tensors hold stays as it is.
         """
-        for parameter, state in self.optimizer.state.items():
-            for name, entry in state.items():
-                if isinstance(entry, Tensor) and mode.is_wrong(entry):
-                    before = self._dropped.get((id(parameter), name))
-                    if before is None:
-                        raise ResumeImpossibleError(f"state {name!r} was made from lost values")
-                    state[name] = before
-
-    @staticmethod
-    def _rewind_numbers(state: dict[str, Any], names: list[str]) -> None:
-        for name in names:
-            if isinstance(state[name], int):
-                state[name] = 0
+        values = iter(self._values)
+        for index, (parameter, state) in enumerate(list(self.optimizer.state.items())):
+            if index >= len(self._lengths):
+                del self.optimizer.state[parameter]
+                continue
+            names = list(state)
+            known = self._lengths[index]
+            state.update(zip(names[:known], values))  # noqa: B905 - the values of the others follow
+            for name in names[known:]:
+                del state[name]
 
 
-class ResumeMode(TorchDispatchMode):
+class CountedUpdate:
+    """One update whose writes are counted by the versions of the tensors it writes to.
+
+    Args:
+        before: The state before the update.
+
+    Attributes:
+        lost: Why the update cannot be resumed; ``None`` while it can.
+    """
+
+    def __init__(self, before: UpdateState) -> None:
+        self.before = before
+        self.lost: str | None = None
+        self._done: dict[int, int] | None = None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything was written to that existed before."""
+        return bool(self._done)
+
+    def watch(self) -> AbstractContextManager[object]:
+        """Return what to run the update in: nothing at first, then what resumes it."""
+        if self._done is None:
+            return nullcontext()
+        return ResumeMode(self.before.tensors, self._done)
+
+    def note_failure(self) -> None:
+        """Count what was done. Call it after each failure, before the state is rewound."""
+        if self._done is None:
+            self._done = self.before.writes()
+        if self._done and self.before.has_new_state():
+            self.lost = "it also made state, whose writes nobody has counted"
+
+
+class ResumeMode(WatchingMode):
     """Runs an interrupted update again without repeating what it has written.
 
     Args:
@@ -142,7 +154,7 @@ class ResumeMode(TorchDispatchMode):
     """
 
     def __init__(self, persistent: Iterable[Tensor], done: dict[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # torch annotates no mode
         self._persistent = {id(tensor) for tensor in persistent}
         self._done = done
         self._seen: dict[int, int] = {}
@@ -169,16 +181,12 @@ class ResumeMode(TorchDispatchMode):
         return self._write_list(func, args, kwargs, target)
 
     # -- reading
-    def is_wrong(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed from a value that had been overwritten."""
-        return id(base_of(tensor)) in self._wrong
-
     def _is_ahead(self, tensor: Tensor) -> bool:
         key = id(base_of(tensor))
         return key in self._wrong or self._seen.get(key, 0) < self._done.get(key, 0)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ahead = any(self._is_ahead(tensor) for tensor in _tensors(args, kwargs))
+        ahead = any(self._is_ahead(tensor) for tensor in tensors_among((*args, *kwargs.values())))
         out = func(*args, **kwargs)
         if ahead and isinstance(out, Tensor):
             self._mark_wrong(out)
@@ -201,7 +209,7 @@ class ResumeMode(TorchDispatchMode):
     ) -> Any:
         if not self._is_missing(target):
             return target
-        self._check(func, target, _tensors(args, kwargs))
+        self._check(func, target, tensors_among((*args, *kwargs.values())))
         out = func(*args, **kwargs)
         self._note(target)
         return out
@@ -236,7 +244,7 @@ class ResumeMode(TorchDispatchMode):
         if key in self._persistent:
             self._done[key] = self._seen[key]
 
-    def _check(self, func: Any, target: Tensor, inputs: list[Tensor]) -> None:
+    def _check(self, func: Any, target: Tensor, inputs: Iterable[Tensor]) -> None:
         key = id(base_of(target))
         wrong = any(self._is_ahead(t) for t in inputs if id(base_of(t)) != key)
         if key not in self._persistent:
@@ -246,20 +254,19 @@ class ResumeMode(TorchDispatchMode):
             raise ResumeImpossibleError(f"{func} needs a value that has been overwritten since")
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for entry in (*args, *kwargs.values()):
+def tensors_among(entries: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among ``entries`` and in the lists among them."""
+    for entry in entries:
         if isinstance(entry, Tensor):
-            found.append(entry)
+            yield entry
         elif isinstance(entry, (list, tuple)):
-            found.extend(e for e in entry if isinstance(e, Tensor))
-    return found
+            yield from (each for each in entry if isinstance(each, Tensor))
 
 
 def _row(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, length: int) -> list[Tensor]:
     """Return the tensors that an operation on lists combines at one index."""
     entries = (_pick(entry, [index], length) for entry in (*args, *kwargs.values()))
-    return _tensors(tuple(entries), {})
+    return list(tensors_among(entries))
 
 
 def _pick(entry: Any, indices: list[int], length: int) -> Any:
