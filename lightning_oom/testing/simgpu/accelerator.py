@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_oom._torch import setup_python_backend
 from lightning_oom.testing.simgpu.backend import empty_cache, memory_stats, set_device
@@ -47,8 +47,8 @@ class SimulatedGPUAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """Return the one device."""
-        return [torch.device(DEVICE_TYPE, 0)]
+        """Return as many devices as :meth:`parse_devices` accepted."""
+        return [torch.device(DEVICE_TYPE, index) for index in range(devices)]
 
     @staticmethod
     def auto_device_count() -> int:

@@ -19,50 +19,39 @@ _fused = _aten._scaled_dot_product_fused_attention_overrideable.default  # noqa:
 _flash = _aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - an operator's name
 _flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001 - an operator's name
 
-_FLASH = 1
+_FLASH = 1  # in the numbering of torch.nn.attention.SDPBackend
+_REST_DEFAULTS: tuple[Any, ...] = (None, 0.0, False)
 
 
 def choose_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
+    *rest: Any,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Run ``scaled_dot_product_attention`` with the algorithm that the CPU would take."""
-    mask_learns = attn_mask is not None and attn_mask.requires_grad
-    chosen = None
-    if not mask_learns:
-        chosen = _choice(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-    if chosen == _FLASH:
-        mask = _as_bias(attn_mask, query.dtype)
-        result = _fused(query, key, value, mask, dropout_p, is_causal, False, scale=scale)
+    """Run ``scaled_dot_product_attention`` with the algorithm that the CPU would take.
+
+    Args:
+        query: As in torch, like all the others.
+        key: See ``query``.
+        value: See ``query``.
+        *rest: Mask, dropout probability and whether it is causal, as many as were given.
+        scale: See ``query``.
+        enable_gqa: See ``query``.
+    """
+    mask, dropout_p, is_causal = (*rest, *_REST_DEFAULTS[len(rest) :])
+    mask_learns = mask is not None and mask.requires_grad
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    inputs = (query, key, value, mask, dropout_p, is_causal)
+    if mask_learns or _choice(*inputs, **options) != _FLASH:
+        result = _math(*inputs, None, **options)
     else:
-        result = _math(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            None,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-    return result[0]  # type: ignore[no-any-return]  # a torch operator
+        bias = _as_bias(mask, query.dtype)
+        result = _fused(query, key, value, bias, dropout_p, is_causal, False, scale=scale)
+    output: torch.Tensor = result[0]
+    return output
 
 
 def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -76,53 +65,31 @@ def fused_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_bias: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
+    *rest: Any,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Compute attention block by block; keep the output and one number per row."""
-    output, logsumexp = _flash(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_bias, scale=scale
-    )
-    unused = [torch.ops.aten.empty.memory_format((0,), dtype=torch.int64) for _ in range(5)]
+    mask, dropout_p, is_causal = (*rest[:3], *_REST_DEFAULTS[len(rest) :])
+    output, logsumexp = _flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)
+    unused = [_aten.empty.memory_format((0,), dtype=torch.int64) for _ in range(5)]
     lengths, seeds, debug = unused[:2], unused[2:4], unused[4]
     return (output, logsumexp, *lengths, query.shape[2], key.shape[2], *seeds, debug)
 
 
-def fused_attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_bias: torch.Tensor | None,
-    grad_input_mask: list[bool],
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor,
-    cum_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: torch.Tensor,
-    philox_offset: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of query, key and value."""
+def fused_attention_backward(*args: Any, scale: float | None = None) -> tuple[Any, ...]:
+    """Return the gradients of query, key and value; a mask that learns never comes here."""
+    grad_out, query, key, value, mask, _, output, logsumexp = args[:8]
+    dropout_p, is_causal = args[12:14]
     grads = _flash_backward(
         grad_out,
         query,
         key,
         value,
-        out,
+        output,
         logsumexp,
         dropout_p,
         is_causal,
-        attn_mask=attn_bias,
+        attn_mask=mask,
         scale=scale,
     )
     return (*grads, None)

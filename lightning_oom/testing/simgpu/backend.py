@@ -154,11 +154,13 @@ def initial_seed() -> int:
 
 def get_rng_state(device: DeviceLike = None) -> torch.Tensor:
     """Return the state of the generator that the devices share with the host."""
+    _find(device)
     return torch.default_generator.get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: DeviceLike = None) -> None:
     """Set the state of the generator that the devices share with the host."""
+    _find(device)
     torch.default_generator.set_state(new_state)
 
 

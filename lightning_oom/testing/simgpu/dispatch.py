@@ -95,7 +95,7 @@ def make_kernel(
     if plan.written_lists and not plan.returned:
         return _make_list_kernel(run, plan)
     if plan.takes_device:
-        return _make_factory_kernel(run, plan)
+        return _make_factory_kernel(run)
     return _make_plain_kernel(run, plan)
 
 
@@ -183,7 +183,7 @@ def _versions_of(hosts: list[torch.Tensor]) -> list[int]:
     return [0 if host.is_inference() else read_version(host) for host in hosts]
 
 
-def _make_factory_kernel(run: Callable[..., Any], plan: OperatorPlan) -> Callable[..., Any]:
+def _make_factory_kernel(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel of an operator that may say where its result is to be."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ def lstm_cell(
     return hy, cy, torch.cat((i, f, g, o), 1)
 
 
-def lstm_cell_backward(
+def lstm_cell_backward(  # noqa: PLR0917 - the operator passes them by position
     grad_hy: torch.Tensor | None,
     grad_cy: torch.Tensor | None,
     cx: torch.Tensor,

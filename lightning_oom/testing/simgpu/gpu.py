@@ -14,6 +14,8 @@ from lightning_oom.units import parse_bytes
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from typing_extensions import Self
+
 __all__ = ["SimulatedGPU"]
 
 
@@ -47,12 +49,10 @@ class SimulatedGPU:
 
     Example:
         >>> import torch
-        >>> gpu = SimulatedGPU("64 MiB")
-        >>> x = torch.ones(4 * 2**20, device=gpu.device)
-        >>> torch.simgpu.memory_allocated() // 2**20, torch.simgpu.memory_reserved() // 2**20
-        (16, 16)
-        >>> del x
-        >>> torch.ones(17 * 2**20, device=gpu.device)
+        >>> with SimulatedGPU("64 MiB") as gpu:
+        ...     x = torch.ones(1024, device=gpu.device)
+        ...     assert torch.simgpu.memory_allocated() == 4096
+        ...     torch.ones(17 * 2**20, device=gpu.device)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
         torch.OutOfMemoryError: simgpu out of memory. Tried to allocate 68.00 MiB. ...
@@ -77,12 +77,17 @@ class SimulatedGPU:
         )
         self.devices = [torch.device(DEVICE_TYPE, device.index) for device in configured]
 
+    @classmethod
+    def enable(cls) -> torch.device:
+        """Make ``simgpu:0`` exist, without a limit, and return it."""
+        return cls().device
+
     @property
     def device(self) -> torch.device:
         """The first device."""
         return self.devices[0]
 
-    def __enter__(self) -> SimulatedGPU:
+    def __enter__(self) -> Self:
         """Use the devices in a ``with`` block, after which they have no limit."""
         return self
 

@@ -117,7 +117,7 @@ def resize_(
 
 
 def set_storage(
-    self: torch.Tensor, source: Any, storage_offset: int = 0, size: Any = None, stride: Any = ()
+    self: torch.Tensor, source: Any, storage_offset: Any = 0, size: Any = None, stride: Any = ()
 ) -> torch.Tensor:
     """Point ``self`` at another device storage."""
     if size is None:
@@ -138,8 +138,8 @@ def set_empty(self: torch.Tensor) -> torch.Tensor:
     return set_tensor(self, adopt_or_raise(blank, find_device(self.device)))
 
 
-def is_pinned(self: torch.Tensor, device: torch.device | None = None) -> bool:
-    """Device memory is never pinned."""
+def is_pinned(*_: Any) -> bool:
+    """Say that nothing is ever pinned."""
     return False
 
 
@@ -147,7 +147,7 @@ def record_stream(self: torch.Tensor, s: Any) -> None:
     """There is one stream; nothing to remember."""
 
 
-def pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
     """Copy a host tensor: there is no page to lock for a simulated transfer."""
     return self.clone()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 
@@ -16,10 +15,10 @@ from lightning_oom.testing.simgpu.storage import adopt_strided, host_of_strided,
 __all__ = ["adopt", "adopt_or_raise", "host_of", "refusal_by_host", "to_host"]
 
 _aten = torch.ops.aten
-_indices = redispatch_of(_aten._indices.default)
-_values = redispatch_of(_aten._values.default)
+_indices = redispatch_of(_aten._indices.default)  # noqa: SLF001 - an operator's name
+_values = redispatch_of(_aten._values.default)  # noqa: SLF001 - an operator's name
 _is_coalesced = redispatch_of(_aten.is_coalesced.default)
-_make_sparse = redispatch_of(_aten._sparse_coo_tensor_with_dims_and_tensors.default)
+_make_sparse = redispatch_of(_aten._sparse_coo_tensor_with_dims_and_tensors.default)  # noqa: SLF001 - an operator's name
 
 _HOST_REFUSAL = re.compile(r"DefaultCPUAllocator.*?tried to allocate (\d+) bytes", re.DOTALL)
 

@@ -110,7 +110,7 @@ def format_summary(allocator: CachingAllocator, *, title: str, abbreviated: bool
     limit = allocator.limit_bytes
     head = [
         f"Memory summary of {title}",
-        f"limit: {'none' if limit is None else format_bytes(limit)}, "
+        f"limit: {'none' if limit is None else format_bytes(limit)}",
         f"out of memory: {allocator.num_ooms}, allocation retries: {allocator.alloc_retries}",
     ]
     rule = "-" * len(rows[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,9 +25,11 @@ from lightning_oom._torch import (
     tensor_from_dlpack,
 )
 from lightning_oom.memory.allocator import AllocationFailure
-from lightning_oom.memory.blocks import Block
-from lightning_oom.testing.simgpu.devices import SimDevice
 from lightning_oom.testing.simgpu.messages import format_oom_message
+
+if TYPE_CHECKING:
+    from lightning_oom.memory.blocks import Block
+    from lightning_oom.testing.simgpu.devices import SimDevice
 
 __all__ = [
     "Lease",
@@ -133,10 +135,8 @@ def adopt_strided(host: torch.Tensor, device: SimDevice) -> torch.Tensor | Alloc
     storage = host.untyped_storage()
     address = storage._cdata  # noqa: SLF001 - the only name of a storage's identity
     known = _devices_of_hosts.get(address)
-    if known is not None:
-        device_storage = known()
-        if device_storage is not None:
-            return view_of_storage(device_storage, host)
+    if known is not None and (owner := known()) is not None:
+        return view_of_storage(owner, host)
     num_bytes = storage.nbytes()
     block = device.reserve(num_bytes)
     if isinstance(block, AllocationFailure):
@@ -146,7 +146,7 @@ def adopt_strided(host: torch.Tensor, device: SimDevice) -> torch.Tensor | Alloc
         # may have run before these devices existed. Without threads no device needs one.
         set_backward_multithreaded(False)
     tensor = _put_on_device(host, num_bytes, device.index)
-    device_storage = tensor.untyped_storage()
+    device_storage: Any = tensor.untyped_storage()
     device_storage.host = host
     device_storage.lease = Lease(device, block, address)
     _devices_of_hosts[address] = weakref.ref(device_storage)
@@ -169,8 +169,9 @@ def oom_error(failure: AllocationFailure, device: SimDevice) -> RuntimeError:
     return OutOfMemoryError(format_oom_message(failure, device.index))
 
 
-def _put_on_device(host: torch.Tensor, num_bytes: int, index: int) -> Any:
+def _put_on_device(host: torch.Tensor, num_bytes: int, index: int) -> torch.Tensor:
     """Return a device tensor whose storage is the whole storage of ``host``."""
+    tensor: torch.Tensor
     if host.numel() * host.itemsize == num_bytes:
         try:
             tensor = _relabel(host, index)
@@ -179,7 +180,8 @@ def _put_on_device(host: torch.Tensor, num_bytes: int, index: int) -> Any:
         else:
             if tensor.stride() == host.stride():
                 return tensor
-            return _as_strided(CPU_KEYS, tensor, host.shape, host.stride(), 0)
+            tensor = _as_strided(CPU_KEYS, tensor, host.shape, host.stride(), 0)
+            return tensor
     whole = _aten.empty.memory_format((0,), dtype=torch.uint8)
     _set_storage(CPU_KEYS, whole, host.untyped_storage(), 0, (num_bytes,), (1,))
     return view_of_storage(_relabel(whole, index).untyped_storage(), host)

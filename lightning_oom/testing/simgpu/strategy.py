@@ -116,10 +116,9 @@ class SimulatedGPUStrategy(SingleDeviceStrategy):
 
 
 def _move_precision(plugin: MixedPrecision) -> MixedPrecision:
-    scaler = None
-    if plugin.precision == "16-mixed":
-        scaler = torch.amp.GradScaler(DEVICE_TYPE)
-    return MixedPrecision(plugin.precision, DEVICE_TYPE, scaler=scaler)
+    if plugin.precision == "bf16-mixed":
+        return MixedPrecision("bf16-mixed", DEVICE_TYPE)
+    return MixedPrecision("16-mixed", DEVICE_TYPE, scaler=torch.amp.GradScaler(DEVICE_TYPE))
 
 
 SimulatedGPUStrategy.register_strategies(StrategyRegistry)
