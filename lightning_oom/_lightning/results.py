@@ -119,8 +119,10 @@ class LogRecorder:
 
     A metric gives the exact value of the batch (:mod:`lightning_oom.recovery.metric_merge`),
     logged as an object or as the value that its ``forward`` returned; a value that is a metric's
-    result so far (``self.log("acc", self.acc.compute())``) is the last one. Such a plain value is
-    recognised when it equals the metric's in every micro-batch and their names are related.
+    result so far (``self.log("acc", self.acc.compute())``) is the last one. A plain value is
+    recognised when it equals the metric's in every micro-batch; one that ``forward`` returned also
+    needs a related name (``"train/f1"`` and ``self.f1``), since values of small micro-batches agree
+    by chance.
 
     Args:
         trainer: The trainer; its collection is the one of the loop that runs when it is entered.
@@ -249,12 +251,10 @@ class LogRecorder:
 
     def _match(self, call: _Call, value: Any) -> None:
         """Narrow down whose value is logged."""
-        called, computed = self._merge.called(), self._merge.computed()
-        call.batch_value_of = _narrow(
-            call.batch_value_of, called, call.name, value, metrics_door.batch_value
-        )
+        called = [match for match in self._merge.called() if _related(call.name, match[0])]
+        call.batch_value_of = _narrow(call.batch_value_of, called, value, metrics_door.batch_value)
         call.result_of = _narrow(
-            call.result_of, computed, call.name, value, metrics_door.computed_value
+            call.result_of, self._merge.computed(), value, metrics_door.computed_value
         )
 
     # -- merging
@@ -311,8 +311,7 @@ def _put_back(results: Any, shadowed: Any, position: tuple[Any, ...]) -> None:
 
 def _narrow(
     before: _Matches,
-    candidates: _Matches,
-    name: str,
+    candidates: list[tuple[str, Any]],
     value: Any,
     read: Callable[[Any], Any],
 ) -> _Matches:
@@ -322,10 +321,8 @@ def _narrow(
     kept = None if before is None else {id(metric) for _, metric in before}
     return [
         (path, metric)
-        for path, metric in candidates or ()
-        if (kept is None or id(metric) in kept)
-        and _related(name, path)
-        and _same_number(value, read(metric))
+        for path, metric in candidates
+        if (kept is None or id(metric) in kept) and _same_number(value, read(metric))
     ]
 
 

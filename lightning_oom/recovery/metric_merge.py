@@ -110,8 +110,13 @@ class MetricMerge:
         ]
 
     def computed(self) -> list[tuple[str, Any]]:
-        """Return path and metric of those that hold a computed result of all they have seen."""
-        return [(p, m) for p, m in self._metrics if door.computed_value(m) is not None]
+        """Return path and metric of those updated in this step that hold a computed result."""
+        paths = [path for path, _ in self._metrics]
+        return [
+            (path, metric)
+            for path, (metric, earlier) in zip(paths, self._counts, strict=True)
+            if door.computed_value(metric) is not None and door.num_updates(metric) != earlier
+        ]
 
     def _listener(self, metric: Any) -> Any:
         add_to_earlier = door.reduction(metric)

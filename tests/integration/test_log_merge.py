@@ -111,7 +111,7 @@ class LogsEverything(LightningModule):
         self.objects(p, y)
         self.log_dict(self.objects, **both)
         self.run.update(p, y)
-        self.log("running_compute", self.run.compute(), **both)
+        self.log("so_far", self.run.compute(), **both)
         self.twice(p[:1].repeat(2, 1), y[:1].repeat(2))
         self.twice(p, y)
         self.log("twice", self.twice, on_step=True, on_epoch=False)
