@@ -24,8 +24,7 @@ def memory_limit(limit: int | str, *, device: torch.device | str | None = None) 
 
     On the CPU and on any device without an allocator that takes a cap, the storages that torch
     makes in the block are counted, and one too many raises :class:`torch.OutOfMemoryError` with
-    the text of CUDA's. On CUDA, XPU and the simulated GPU the real allocator is capped. It works
-    around a whole ``trainer.fit``: backward passes, foreach optimizers, autocast, checkpointing
+    the text of CUDA's. On CUDA and XPU the real allocator is capped. It works around a whole ``trainer.fit``: backward passes, foreach optimizers, autocast, checkpointing
     and data loader workers (in which it never raises) included.
 
     Args:

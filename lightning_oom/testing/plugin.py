@@ -8,13 +8,21 @@
             train()
             assert limit.num_refused > 0
 
+``simulated_gpu``
+    Makes simulated GPUs, whose limits end with the test::
+
+        def test_batch_does_not_fit(simulated_gpu):
+            gpu = simulated_gpu("64 MiB")
+            with pytest.raises(torch.OutOfMemoryError):
+                model.to(gpu.device)
+
 Importing this module imports pytest alone; torch is imported when a fixture is used.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lightning_oom.testing.active import MemoryLimit
+    from lightning_oom.testing.simgpu import SimulatedGPU
 
-__all__ = ["memory_limit"]
+__all__ = ["memory_limit", "simulated_gpu"]
 
 
 @pytest.fixture
@@ -38,3 +47,23 @@ def memory_limit() -> Iterator[Callable[..., MemoryLimit]]:
 
     with ExitStack() as limits:
         yield lambda *args, **kwargs: limits.enter_context(make_limit(*args, **kwargs))
+
+
+@pytest.fixture
+def simulated_gpu() -> Iterator[Callable[..., SimulatedGPU]]:
+    """Make devices ``simgpu:0``, ``simgpu:1``, ... with a limit that ends with the test.
+
+    Takes what :class:`lightning_oom.testing.SimulatedGPU` takes, and returns it. Skips the test
+    where torch cannot be given a device from Python (before 2.10).
+    """
+    from lightning_oom.errors import UnsupportedTorchError  # noqa: PLC0415 - as light as can be
+    from lightning_oom.testing.simgpu import SimulatedGPU  # noqa: PLC0415 - imports torch
+
+    def make(*args: Any, **kwargs: Any) -> SimulatedGPU:
+        try:
+            return gpus.enter_context(SimulatedGPU(*args, **kwargs))
+        except UnsupportedTorchError as error:
+            pytest.skip(str(error))
+
+    with ExitStack() as gpus:
+        yield make

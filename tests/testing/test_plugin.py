@@ -39,8 +39,8 @@ def test_testing_needs_no_pytest() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)  # noqa: S603 our own program
 
 
-def test_memory_limit_lasts_until_the_end_of_the_test(pytester: pytest.Pytester) -> None:
-    """The limit acts from the call on, in that test alone."""
+def test_fixtures_last_until_the_end_of_the_test(pytester: pytest.Pytester) -> None:
+    """Limits act from the call on, in that test alone, whether it passes or fails."""
     pytester.makepyfile(
         """
         import pytest
@@ -54,37 +54,39 @@ def test_memory_limit_lasts_until_the_end_of_the_test(pytester: pytest.Pytester)
 
         def test_free():
             assert torch.zeros(1024, 1024).numel() == 2**20
-        """
-    )
-
-    pytester.runpytest_inprocess("-p", "no:randomly").assert_outcomes(passed=2)
-
-
-def test_memory_limit_ends_after_a_failing_test(pytester: pytest.Pytester) -> None:
-    """A test that fails inside the limit leaves none."""
-    pytester.makepyfile(
-        """
-        import torch
 
         def test_fails(memory_limit):
             memory_limit("1 MiB", device="cpu")
             torch.zeros(1024, 1024)
 
-        def test_free():
-            torch.zeros(1024, 1024)
+        def test_free_after_a_failure():
+            assert torch.zeros(1024, 1024).numel() == 2**20
+
+        def test_limited_device(simulated_gpu):
+            gpu = simulated_gpu("8 MiB")
+            with pytest.raises(RuntimeError, match="out of memory"):
+                torch.zeros(4 * 2**20, device=gpu.device)
+
+        def test_free_device(simulated_gpu):
+            assert torch.zeros(4 * 2**20, device=simulated_gpu().device).nbytes == 16 * 2**20
         """
     )
 
-    result = pytester.runpytest_inprocess("-p", "no:randomly")
+    result = pytester.runpytest_subprocess("-p", "no:randomly")
 
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(passed=5, failed=1)
     result.stdout.fnmatch_lines(["*CUDA out of memory. Tried to allocate 4.00 MiB*"])
 
 
 def test_the_fixtures_are_listed_with_what_they_do(pytester: pytest.Pytester) -> None:
     """``pytest --fixtures`` shows each with its first line."""
-    result = pytester.runpytest_inprocess("--fixtures")
+    result = pytester.runpytest_inprocess("--fixtures")  # imports nothing that is not there
 
     result.stdout.fnmatch_lines(
-        ["memory_limit*", "*Limit the memory of a device from the call on until the end*"]
+        [
+            "memory_limit*",
+            "*Limit the memory of a device from the call on until the end*",
+            "simulated_gpu*",
+            "*with a limit that ends with the test*",
+        ]
     )
