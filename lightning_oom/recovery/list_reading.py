@@ -11,7 +11,7 @@ from lightning_oom.recovery.batch_types import batch_type
 if TYPE_CHECKING:
     from lightning_oom.recovery.row_options import Node, Option
 
-__all__ = ["MANY_ITEMS", "Reading", "are_alike", "prefer_reading"]
+__all__ = ["MANY_ITEMS", "Reading", "are_alike", "may_be_image", "prefer_reading"]
 
 Reading = Literal["fields", "samples", "doubt"]
 
@@ -50,28 +50,52 @@ def prefer_reading(items: list[Any], as_fields: Option) -> Reading:
     """Weigh a list whose items are alike and could be fields as well as samples.
 
     What looks like images (three dimensions, one or three channels) is read as samples if there
-    are four or more. Otherwise equal shapes speak for fields (a pair of views, token ids and their
-    mask), as do up to three tensors of unequal ones (``x`` and ``y`` of a regression). A list of
-    four or more mappings or tuples holds samples. The rest is left in doubt.
+    are four or more. Otherwise up to three tensors are fields (``x`` and ``y`` of a regression), as
+    are up to seven of integers of one shape (token ids, their mask, their types). Four or more
+    mappings or tuples are samples; one or two are fields (two views) if their shapes are equal and
+    none holds a number or a text of its own, as a sample would. The rest is left in doubt.
+
+    Args:
+        items: The items of the list.
+        as_fields: How they are read as fields.
     """
-    pairs = zip(items, as_fields.node.children, strict=True)
-    shapes = [_row_shapes(item, node) for item, node in pairs if item is not None]
-    items = [item for item in items if item is not None]
+    pairs = [(i, n) for i, n in zip(items, as_fields.node.children, strict=True) if i is not None]
+    shapes = [_row_shapes(item, node) for item, node in pairs]
     leaves = [shape for item in shapes for shape in item]
-    many = len(items) >= MANY_ITEMS
     if not leaves:  # each item is itself a list of samples
         return "fields"
-    if all(_may_be_image(shape) for shape in leaves):
-        return "samples" if many else "doubt"
-    are_tensors = all(isinstance(item, Tensor) for item in items)
-    if not are_tensors and many:
+    if all(may_be_image(shape) for shape in leaves):
+        return "samples" if len(pairs) >= MANY_ITEMS else "doubt"
+    are_equal = all(shape == shapes[0] for shape in shapes)
+    if all(isinstance(item, Tensor) for item, _ in pairs):
+        return _prefer_for_tensors([item for item, _ in pairs], are_equal=are_equal)
+    if len(pairs) >= MANY_ITEMS:
         return "samples"
-    if len(items) == 1 or all(item == shapes[0] for item in shapes):
-        return "fields" if are_tensors or len(items) < MANY_ITEMS - 1 else "doubt"
-    return "fields" if are_tensors and not many else "doubt"
+    are_two_views = len(pairs) < MANY_ITEMS - 1 and are_equal
+    return (
+        "fields" if are_two_views and not any(_has_own_value(i, n) for i, n in pairs) else "doubt"
+    )
 
 
-def _may_be_image(shape: tuple[int, ...]) -> bool:
+def _prefer_for_tensors(tensors: list[Tensor], *, are_equal: bool) -> Reading:
+    if len(tensors) < MANY_ITEMS:
+        return "fields"
+    is_floating = tensors[0].is_floating_point() or tensors[0].is_complex()
+    return "fields" if are_equal and not is_floating and len(tensors) < 2 * MANY_ITEMS else "doubt"
+
+
+def _has_own_value(item: Any, node: Node) -> bool:
+    """Whether a field of the item is one value instead of one per row."""
+    if node.action == "share":
+        return item is not None
+    if node.action != "fields":
+        return False
+    children = [child for _, child in batch_type(item).children(item)]
+    return any(map(_has_own_value, children, node.children))
+
+
+def may_be_image(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of that shape could be one image: channels, height, width."""
     return len(shape) == _IMAGE_DIMENSIONS and shape[0] in _IMAGE_CHANNELS
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_oom.recovery.batch_types import PLAIN_CLASSES, batch_type
 from lightning_oom.recovery.containers import batch_tensors
-from lightning_oom.recovery.list_reading import MANY_ITEMS
+from lightning_oom.recovery.list_reading import MANY_ITEMS, may_be_image
 from lightning_oom.recovery.row_plan import plan_rows
 
 if TYPE_CHECKING:
@@ -159,9 +159,6 @@ def _scan_tensor(tensor: Tensor, leaves: list[Tensor]) -> str | None:
     return "rows"
 
 
-_IMAGE_OR_SCALAR = (0, 3)
-
-
 def _are_fields(node: list[Any] | tuple[Any, ...]) -> bool:
     """Whether the items of a sequence surely are fields, such as those of ``(x, y)``.
 
@@ -174,9 +171,10 @@ def _are_fields(node: list[Any] | tuple[Any, ...]) -> bool:
     if len(tensors) < len(node):
         others_are_plain = all(isinstance(i, Tensor) or type(i) in PLAIN_CLASSES for i in node)
         return others_are_plain and (len(tensors) == 1 or len(_kinds(tensors)) > 1)
-    return len(_kinds(tensors)) > 1 or (
-        tensors[0].ndim not in _IMAGE_OR_SCALAR and len(tensors) < MANY_ITEMS
-    )
+    if len(_kinds(tensors)) > 1:
+        return True
+    first = tensors[0]
+    return first.ndim > 0 and len(tensors) < MANY_ITEMS and not may_be_image(first.shape)
 
 
 def _kinds(tensors: list[Tensor]) -> set[tuple[torch.dtype, int]]:

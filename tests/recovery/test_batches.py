@@ -62,7 +62,7 @@ def num_elements(batches: list[Any]) -> int:
 @pytest.mark.parametrize("batch", AMBIGUOUS.values(), ids=AMBIGUOUS)
 def test_list_with_two_readings_is_refused(batch):
     """A list that may hold samples as well as fields is never cut by a guess."""
-    with pytest.raises(BatchSplitError, match=r"batch may hold \d samples or .*split_fn"):
+    with pytest.raises(BatchSplitError, match=r"batch may hold \d+ samples or .*split_fn"):
         count_rows(batch)
 
 
