@@ -144,7 +144,9 @@ rows (6,): say how to cut the batch with split_fn
     return parts
 
 
-def _split_by(split_fn: Callable[[Any, int], Sequence[Any]], batch: Any, max_rows: int) -> list[Any]:
+def _split_by(
+    split_fn: Callable[[Any, int], Sequence[Any]], batch: Any, max_rows: int
+) -> list[Any]:
     parts = split_fn(batch, max_rows)
     if not isinstance(parts, (list, tuple)) or not parts:
         raise BatchSplitError(
