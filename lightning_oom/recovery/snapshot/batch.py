@@ -26,7 +26,7 @@ class BatchContainers:
             (:meth:`SavedBatch.moved`) to write to its batch.
 
     Note:
-        Cost: 6 us for a dictionary of three tensors; with ``copy_tensors`` one copy of the batch to
+        Cost: 9 us for a dictionary of three tensors; with ``copy_tensors`` one copy of the batch to
         the host, which synchronises. Writes through ``.data`` and numpy aliases are not seen.
 
     Example:

@@ -36,7 +36,7 @@ class Metrics:
         module: The module that holds them.
 
     Note:
-        Cost: 60 us for eight metrics, one of them a collection of three. Memory: a copy of every
+        Cost: 80 us for six metrics, one of them a collection of three. Memory: a copy of every
         state up to 64 KiB; a larger tensor state is copied too, above 1 MiB on the host.
 
     Example:
