@@ -26,8 +26,19 @@ for folder in ("", "integration"):
 
 torch.set_num_threads(1)
 
-# Set by Lightning itself, and by pytest, while a test runs; put back without complaint.
-_FOREIGN_VARIABLES = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
+# Set by pytest while a test runs, and by torch when the first optimizer imports its compiler.
+_PYTEST_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "TORCHINDUCTOR_CACHE_DIR"}
+
+# Set by Lightning when it seeds or starts processes; removed after each test without complaint.
+_LIGHTNING_VARIABLES = {
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "WORLD_SIZE",
+}
 
 # Advice of Lightning about runs that are small on purpose.
 _EXPECTED_WARNINGS = (
@@ -86,7 +97,7 @@ def _process_state() -> dict[str, Any]:
         "dispatch modes": len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()),
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "warnings filters": list(warnings.filters),
-        "environment": {k: v for k, v in os.environ.items() if k not in _FOREIGN_VARIABLES},
+        **{f"${k}": v for k, v in os.environ.items() if k not in _PYTEST_VARIABLES},
     }
 
 
@@ -95,10 +106,10 @@ def _put_back(before: dict[str, Any]) -> None:
     torch.set_default_dtype(before["default dtype"])
     torch.use_deterministic_algorithms(before["deterministic algorithms"])
     torch.set_num_threads(before["threads"])
-    for name in os.environ.keys() - before["environment"].keys():
-        if name != "PYTEST_CURRENT_TEST":
-            del os.environ[name]
-    os.environ.update(before["environment"])
+    variables = {name[1:]: value for name, value in before.items() if name.startswith("$")}
+    for name in os.environ.keys() - variables.keys() - _PYTEST_VARIABLES:
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +123,18 @@ def _leaves_the_process_as_found() -> Iterator[None]:
 
     yield
 
+    for name in _LIGHTNING_VARIABLES:
+        if f"${name}" not in before:
+            os.environ.pop(name, None)
     after = _process_state()
     random.setstate(random_state[0])
     np.random.set_state(random_state[1])  # noqa: NPY002 as above
     torch.set_rng_state(random_state[2])
-    leaked = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    leaked = [
+        f"left behind: {name}: {before.get(name)} became {after.get(name)}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
     if leaked:
         _put_back(before)
-        pytest.fail("\n".join(f"left behind: {k}: {a} became {b}" for k, (a, b) in leaked.items()))
+        pytest.fail("\n".join(leaked))

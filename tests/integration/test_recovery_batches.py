@@ -165,7 +165,12 @@ class AnyBatch(TinyRegressor):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Read, then train as usual; the number of rows is that of ``x``."""
         x, y = self.read(batch)
-        return super().training_step((x, y), batch_idx)
+        self.rows_seen.add(len(x))
+        loss = self.loss((x, y))
+        self.log(
+            "train_loss", loss, batch_size=len(x)
+        )  # Lightning cannot tell it from all of these
+        return loss
 
 
 @pytest.mark.parametrize("name", CUTTABLE)
@@ -184,7 +189,7 @@ def test_a_batch_of_any_shape_is_cut_into_rows(name):
     )
     assert found == []
     assert guard.summary.num_recovered == guard.summary.num_oom == 1
-    assert max(model.rows_seen.numbers[1:]) <= fits
+    assert model.limit.refused.numbers.count(max(model.limit.refused.numbers)) == 1
 
 
 UNCUTTABLE = {

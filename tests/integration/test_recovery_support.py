@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes import TinyRegressor, batches_of, cuda_oom, failing
 from fits import end_state, fit, quiet, recovery
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import Strategy
 from states import compare
 from torch import Tensor
 
@@ -58,11 +58,46 @@ def test_an_error_in_manual_optimization_passes_through_unchanged():
     assert not getattr(caught.value, "__notes__", [])
 
 
-class FSDPStrategy(SingleDeviceStrategy):
-    """Stands for a sharded strategy: recognised by the name of its class."""
+class Sharded(Strategy):
+    """One process that calls itself by another name; trains as a single device does."""
+
+    global_rank = local_rank = node_rank = 0
+    world_size = 1
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def is_global_zero(self) -> bool:
+        """The only rank."""
+        return True
+
+    def model_to_device(self) -> None:
+        """It is there already."""
+
+    def barrier(self, name: str | None = None) -> None:
+        """Nobody to wait for."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Nobody to tell."""
+        return obj
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Nobody to add."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Nobody to ask."""
+        return tensor
 
 
-class DeepSpeedStrategy(SingleDeviceStrategy):
+class FSDPStrategy(Sharded):
+    """Stands for sharded parameters."""
+
+
+class DeepSpeedStrategy(Sharded):
     """Stands for an engine that accumulates gradients itself."""
 
     @property
@@ -71,7 +106,7 @@ class DeepSpeedStrategy(SingleDeviceStrategy):
         return True
 
 
-class ModelParallelStrategy(SingleDeviceStrategy):
+class ModelParallelStrategy(Sharded):
     """Stands for tensor parallelism."""
 
 
@@ -81,7 +116,7 @@ def test_a_sharded_strategy_is_refused_by_name(strategy):
     model = failing(0)()
     trainer = quiet(
         recovery(),
-        strategy=strategy(device=torch.device("cpu")),
+        strategy=strategy(),
         accelerator="auto",
         devices="auto",
     )
@@ -95,8 +130,9 @@ def test_a_sharded_strategy_is_refused_by_name(strategy):
     assert len(model.body[1].calls.numbers) == 1
 
 
-def test_a_strategy_of_several_processes_is_not_guarded_and_says_so():
+def test_a_strategy_of_several_processes_is_not_guarded_and_says_so(monkeypatch):
     """Under DDP an error passes through unchanged on every rank (PL#5243)."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else Lightning changes the number of threads
     model = failing(0)()
     trainer = quiet(recovery(), strategy="ddp")
     try:
