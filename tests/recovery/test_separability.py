@@ -8,94 +8,25 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # the first checkpoint loads it, which sets warnings filters for good
+from separable_cases import (
+    IGNORED,
+    Recurrent,
+    Transformer,
+    check,
+    contrastive_loss,
+    count_tokens,
+    mean_loss,
+    mlp,
+    sum_loss,
+    tokens,
+    vectors,
+)
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 from torch.utils.checkpoint import checkpoint
 
 from lightning_oom._torch import OutOfMemoryError
-from lightning_oom.recovery.separability import check_separable, fixed_randomness
-
-IGNORED = -100
-
-
-class Transformer(nn.Module):
-    """Embedding, two blocks with dropout, and a head."""
-
-    def __init__(self, vocabulary: int = 20, width: int = 16) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.3, batch_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens):
-        """Return logits."""
-        return self.head(self.blocks(self.embed(tokens)))
-
-
-class Recurrent(nn.Module):
-    """A two-layer LSTM with dropout between its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 8)
-        self.cells = nn.LSTM(8, 16, 2, dropout=0.5, batch_first=True)
-        self.head = nn.Linear(16, 20)
-
-    def forward(self, tokens):
-        """Return logits."""
-        return self.head(self.cells(self.embed(tokens))[0])
-
-
-def mlp(*extra: nn.Module) -> nn.Module:
-    """Return a small classifier with ``extra`` layers in the middle."""
-    return nn.Sequential(nn.Linear(8, 16), *extra, nn.ReLU(), nn.Linear(16, 5))
-
-
-def vectors(rows: int = 12):
-    """Return inputs and classes."""
-    return torch.randn(rows, 8), torch.randint(0, 5, (rows,))
-
-
-def tokens(rows: int = 12):
-    """Return inputs and labels of different lengths."""
-    x = torch.randint(1, 20, (rows, 10))
-    labels = x.roll(-1, dims=1)
-    for row in range(rows):
-        labels[row, 2 + (5 * row) % 8 :] = IGNORED
-    return x, labels
-
-
-def mean_loss(model, batch):
-    """Mean cross-entropy over rows or counted tokens."""
-    x, y = batch
-    return F.cross_entropy(model(x).flatten(0, -2), y.flatten(), ignore_index=IGNORED)
-
-
-def sum_loss(model, batch):
-    """Sum of cross-entropies."""
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-
-def contrastive_loss(model, batch):
-    """Each row's negatives are the other rows."""
-    embedded = F.normalize(model(batch[0]), dim=-1)
-    return F.cross_entropy(embedded @ embedded.T / 0.1, torch.arange(len(embedded)))
-
-
-def count_tokens(batch):
-    """Weigh a micro-batch by its counted tokens."""
-    return (batch[1] != IGNORED).sum()
-
-
-def check(model, batch, loss=mean_loss, **options):
-    """Check a step given as model and loss."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-
-    def gradients_of(part):
-        return torch.autograd.grad(loss(model, part), parameters, allow_unused=True)
-
-    return check_separable(gradients_of, batch, names=names, **options)
+from lightning_oom.recovery.separability import check_separable
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 12])
@@ -424,94 +355,3 @@ def test_generators_are_as_before():
         np.array_equal(a, b)
         for a, b in zip(before[2], np.random.get_state(), strict=True)  # noqa: NPY002
     )
-
-
-X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-
-IDENTITIES = {
-    "dropout": lambda: F.dropout(X, 0.5),
-    "dropout-module": lambda: nn.Dropout(0.5)(X),
-    "torch.dropout": lambda: torch.dropout(X, 0.5, True),
-    "dropout1d": lambda: F.dropout1d(X, 0.5),
-    "dropout2d": lambda: F.dropout2d(X[None], 0.5)[0],
-    "alpha": lambda: F.alpha_dropout(X, 0.5, training=True),
-    "feature-alpha": lambda: F.feature_alpha_dropout(X, 0.5, training=True),
-}
-
-
-@pytest.mark.parametrize("name", IDENTITIES)
-def test_dropout_passes_through(name):
-    """Every kind of dropout is the identity."""
-    with fixed_randomness():
-        output = IDENTITIES[name]()
-
-    assert torch.equal(output, X)
-
-
-@pytest.mark.parametrize(
-    "draw",
-    {
-        "rand": torch.rand,
-        "rand_like": lambda *shape: torch.rand_like(torch.empty(shape)),
-        "randn": lambda *shape: torch.randn(shape),
-        "normal_": lambda *shape: torch.empty(shape).normal_(2, 3),
-        "uniform_": lambda *shape: torch.empty(shape).uniform_(-1, 1),
-        "randint": lambda *shape: torch.randint(3, 9, shape),
-        "randint-high": lambda *shape: torch.randint(9, shape),
-        "randint_like": lambda *shape: torch.randint_like(torch.empty(shape), 9),
-        "random_": lambda *shape: torch.empty(shape).random_(0, 5),
-        "bernoulli_": lambda *shape: torch.empty(shape).bernoulli_(0.3),
-        "bernoulli": lambda *shape: torch.bernoulli(torch.full(shape, 0.3)),
-        "exponential_": lambda *shape: torch.empty(shape).exponential_(),
-        "normal-size": lambda *shape: torch.normal(0.0, 1.0, shape),
-        "normal-tensors": lambda *shape: torch.normal(torch.zeros(shape), torch.ones(shape)),
-        "poisson": lambda *shape: torch.poisson(torch.full(shape, 2.4)),
-        "Normal": lambda *shape: torch.distributions.Normal(torch.zeros(shape), 1.0).rsample(),
-        "Gamma": lambda *shape: torch.distributions.Gamma(torch.ones(shape), 1.0).rsample(),
-        "Categorical": lambda *shape: torch.distributions.Categorical(
-            torch.ones(*shape, 3)
-        ).sample(),
-        "gumbel": lambda *shape: F.gumbel_softmax(torch.ones(*shape, 2), hard=True),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_a_draw_is_one_constant_whatever_its_shape(draw):
-    """The numbers drawn for five rows are those drawn for two."""
-    with fixed_randomness():
-        few, many = draw[1](2, 3), draw[1](5, 3)
-
-    assert few.shape[0] == 2
-    assert torch.equal(few, many[:2])
-    assert len(set(many.reshape(5, -1)[:, 0].tolist())) == 1
-
-
-def test_a_permutation_moves_every_element():
-    """It is a permutation without a fixed point."""
-    with fixed_randomness():
-        order = torch.randperm(6)
-
-    assert sorted(order.tolist()) == list(range(6))
-    assert not (order == torch.arange(6)).any()
-
-
-def test_drawing_into_a_leaf_that_requires_gradients():
-    """Factory functions with ``requires_grad`` keep working."""
-    with fixed_randomness():
-        leaf = torch.randn(3, requires_grad=True)
-
-    assert leaf.is_leaf
-    assert leaf.requires_grad
-
-
-def test_fractional_pooling_and_attention_are_repeatable():
-    """Functions that draw inside give the same twice, with dropout out of the way."""
-    image, attend = torch.rand(2, 3, 9, 9), nn.MultiheadAttention(4, 2, dropout=0.9)
-    pool = nn.FractionalMaxPool2d(2, output_size=3)
-    with fixed_randomness():
-        pooled, again = pool(image), pool(image)
-        attended = attend(X, X, X)[0]
-        scaled = F.scaled_dot_product_attention(X, X, X, dropout_p=0.9)
-
-    assert torch.equal(pooled, again)
-    assert torch.allclose(attended, attend.eval()(X, X, X)[0], atol=1e-6)
-    assert torch.allclose(scaled, F.scaled_dot_product_attention(X, X, X), atol=1e-6)
