@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_oom._lightning.log_check import differing_logs, explain_differing_logs
 from lightning_oom._lightning.results import LogRecorder, ResultsPart
-from lightning_oom.recovery.batches import count_rows, split_batch
+from lightning_oom.recovery.batches import split_batch
 from lightning_oom.recovery.outputs import merge_outputs
+from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.separability import Separability
 from lightning_oom.recovery.snapshot import Attributes, BatchContainers, merge_attributes
 from lightning_oom.undo import Undo, UndoStack, shadow
@@ -163,10 +164,8 @@ class EvaluationProgram:
         """Run the step on micro-batches; logs merged, outputs joined."""
         setup = self.setup
         batch = self._fresh_batch()
-        own = getattr(setup.trainer.lightning_module, "split_batch", None)
-        split_fn = setup.split_fn or (own if callable(own) else None)
-        parts = split_batch(batch, rows_together, split_fn=split_fn)
-        rows = [count_rows(part) or 0 for part in parts]
+        parts = split_batch(batch, rows_together, split_fn=setup.split_fn)
+        rows = rows_of_parts(parts, setup.split_fn)
         outputs, counted = [], []
         recorder = LogRecorder(setup.trainer, rows=rows, log_merge=setup.log_merge)
         with recorder:

@@ -90,6 +90,8 @@ class RecoverySession:
         self.report = report
         self.report_optimizer = report_optimizer
         self.warn = warn
+        own = getattr(module, "split_batch", None)
+        self._split_fn = options.split_fn or (own if callable(own) else None)
         self._undos = UndoStack()
         randomness = RandomState([self.device])
         self._attributes = Attributes(module, ignore=_MODULE_ATTRIBUTES_OF_LIGHTNING)
@@ -124,7 +126,7 @@ class RecoverySession:
             self.trainer,
             transfer=self._transfer,
             attributes=self._attributes,
-            split_fn=options.split_fn,
+            split_fn=self._split_fn,
             log_merge=options.log_merge,
             warn=self.warn,
         )
@@ -144,7 +146,7 @@ class RecoverySession:
             transfer=self._transfer,
             attributes=self._attributes,
             weight_fn=options.weight_fn,
-            split_fn=options.split_fn,
+            split_fn=self._split_fn,
             log_merge=options.log_merge,
             warn=self.warn,
         )
@@ -189,7 +191,7 @@ class RecoverySession:
             ladder=ladder,
             policies=policies,
             report=self.report,
-            split_fn=options.split_fn,
+            split_fn=self._split_fn,
             max_rows=options.max_rows,
             split_inseparable=options.split_inseparable,
             on_unrecoverable="skip" if options.skip else "raise",

@@ -13,13 +13,14 @@ from lightning_oom._lightning.log_check import differing_logs, explain_differing
 from lightning_oom._lightning.progress import Progress
 from lightning_oom._lightning.results import LogRecorder, ResultsPart
 from lightning_oom._lightning.support import overrides
-from lightning_oom.recovery.batches import count_rows, split_batch
+from lightning_oom.recovery.batches import split_batch
 from lightning_oom.recovery.batchnorm import merged_batchnorm
 from lightning_oom.recovery.chunked import chunked_children
 from lightning_oom.recovery.classify import classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.gradients import GradientGuard
 from lightning_oom.recovery.outputs import merge_outputs
+from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.separability import check_separable
 from lightning_oom.recovery.snapshot import Attributes, BatchContainers, merge_attributes
 from lightning_oom.undo import Undo, shadow
@@ -287,8 +288,8 @@ class TrainProgram:
         """Run micro-batches; losses weighted, logs merged, hooks once."""
         setup = self.setup
         batch = self._fresh_batch()
-        parts = split_batch(batch, rows_together, split_fn=self._split_fn())
-        rows = [count_rows(part) or 0 for part in parts]
+        parts = split_batch(batch, rows_together, split_fn=setup.split_fn)
+        rows = rows_of_parts(parts, setup.split_fn)
         weights = self._weights(parts, rows)
         if self._zero is not None:
             self._zero_grad()
@@ -366,10 +367,6 @@ class TrainProgram:
             )
         return [amount / total for amount in amounts]
 
-    def _split_fn(self) -> Callable[[Any, int], Sequence[Any]] | None:
-        own = getattr(self.setup.module, "split_batch", None)
-        return self.setup.split_fn or (own if callable(own) else None)
-
     # -- separability
     def check_separability(self) -> Separability:
         """Compare a slice with its parts: gradients, or losses where gradients do not fit.
@@ -436,7 +433,11 @@ class TrainProgram:
 
         with LogRecorder(setup.trainer, rows=[1]):
             return check_separable(
-                measures_of, self._fresh_batch(), names=names, weight_fn=setup.weight_fn
+                measures_of,
+                self._fresh_batch(),
+                names=names,
+                weight_fn=setup.weight_fn,
+                split_fn=setup.split_fn,
             )
 
 

@@ -56,7 +56,7 @@ class RowsLearning:
     def propose(self, mode: Mode, signature: BatchSignature | None, rows: int | None) -> int:
         """Return how many rows a policy would run together."""
         if signature is None or rows is None:
-            return 1
+            return rows or 1
         return self.policies.of(mode).propose(
             signature, rows, limit_bytes=self.limit_bytes, base_bytes=self.base_bytes
         )
@@ -66,7 +66,7 @@ class RowsLearning:
     ) -> int | None:
         """Return fewer rows than failed; ``None`` after one."""
         if signature is None:
-            return None
+            return failed // 2 or None
         return self.policies.of(mode).next_rows(
             signature, failed, rows=rows, limit_bytes=self.limit_bytes, base_bytes=self.base_bytes
         )

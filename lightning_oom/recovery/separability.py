@@ -17,6 +17,7 @@ import torch
 
 from lightning_oom.recovery.batches import batch_tensors, count_rows, take_rows
 from lightning_oom.recovery.classify import classify_oom
+from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.randomness import FixedRandomness, fixed_randomness, uses_cuda
 from lightning_oom.recovery.slices import choose_windows
 
@@ -68,6 +69,7 @@ def check_separable(
     weight_fn: Callable[[Any], float | Tensor] | None = None,
     tolerance: float | None = None,
     take: Callable[[Any, int, int], Any] = take_rows,
+    split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
 ) -> Separability:
     """Compare gradients of a slice of 2 to 4 rows with the weighted sum of those of its parts.
 
@@ -87,6 +89,7 @@ def check_separable(
         tolerance: Largest relative difference that counts as rounding. ``None`` chooses by the
             coarsest dtype that the step computed with: 1e-4, with float16 1e-2, with bfloat16 3e-2.
         take: ``take(batch, start, stop)`` gives rows ``[start, stop)``.
+        split_fn: The user's way to cut a batch; the slice is its first piece of up to four rows.
 
     Returns:
         The verdict. When something else than the rows would have been the right weights, the
@@ -110,6 +113,10 @@ def check_separable(
         >>> check_separable(lambda x: gradients_of(x, torch.sum), x, names=["weight"]).reason
         'the loss is a sum over rows, not a mean: its parts add up without weights'
     """
+    devices = {tensor.device for tensor in batch_tensors(batch)}
+    trial = _Trial(gradients_of, tuple(names), weight_fn, tolerance, devices)
+    if split_fn is not None:
+        return _check_with(split_fn, batch, trial)
     rows = count_rows(batch)
     if rows is None or rows < min(_PARTS):
         return _unknown(f"the batch has {rows or 'no'} row{'s' if not rows else ''} to compare")
@@ -117,8 +124,6 @@ def check_separable(
     starts = choose_windows(batch_tensors(batch), rows, num_rows)
     if not starts:
         return _unknown("the rows of the batch are all equal, so that nothing can be compared")
-    devices = {tensor.device for tensor in batch_tensors(batch)}
-    trial = _Trial(gradients_of, tuple(names), weight_fn, tolerance, devices)
     verdict = _unknown("nothing was compared")
     for start in starts[:_NUM_WINDOWS]:
         for sizes in _PARTS[num_rows]:
@@ -128,6 +133,18 @@ def check_separable(
         if verdict.conclusive:
             break
     return verdict
+
+
+def _check_with(
+    split_fn: Callable[[Any, int], Sequence[Any]], batch: Any, trial: _Trial
+) -> Separability:
+    """Compare a slice with its parts where only the user's function knows how to cut."""
+    whole = split_fn(batch, _SLICE_ROWS)[0]
+    ones = len(split_fn(whole, 1))
+    if ones < min(_PARTS):
+        return _unknown(f"split_fn gives a slice of {ones} row to compare")
+    parts = list(split_fn(whole, max(1, ones - 1)))
+    return trial.compare(whole, parts, rows_of_parts(parts, split_fn))
 
 
 def _unknown(reason: str) -> Separability:

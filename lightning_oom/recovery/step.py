@@ -20,6 +20,7 @@ from lightning_oom.recovery.classify import OOMCause, classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.events import StepOutcome
 from lightning_oom.recovery.learning import RowsLearning
+from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
 from lightning_oom.recovery.separability import Separability
 from lightning_oom.recovery.snapshot.compose import SavedSnapshot, Snapshot
@@ -189,10 +190,13 @@ class GuardedStep:
         self, program: Program, trial: Trial, saved: SavedSnapshot, failure: Failure, started: float
     ) -> AttemptPlan | None:
         trial.gradients_droppable = program.gradients_droppable()
+        trial.can_chunk = trial.can_chunk and program.can_chunk
         lost = (*saved.restore(), *program.reset())
         garbage = self._release()
         seconds = time.perf_counter() - started
         trial.failures.append(replace(failure, seconds=seconds, garbage_bytes=garbage))
+        if trial.rows is None and self.split_fn is not None:
+            trial.rows = rows_of_parts([program.batch], self.split_fn)[0]
         if lost:
             trial.decline("rollback", f"could not be put back: {', '.join(lost)}")
             return None
