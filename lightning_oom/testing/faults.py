@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["AllocationFault", "ErrorFactory", "fail_at"]
 
 ErrorFactory = Callable[[], BaseException]
+
+_name_of = functools.cache(str)
 
 
 def fail_at(
@@ -111,7 +114,7 @@ class FiringPlan:
     def fires(self, operator: Any, num_bytes: int) -> bool:
         """Count one allocation; say whether it fails."""
         self.count += 1
-        self.trace.append((self.count, str(operator), num_bytes))
+        self.trace.append((self.count, _name_of(operator), num_bytes))
         if self.count not in self.pending:
             return False
         self.pending.discard(self.count)
