@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ChunkVerdict", "check_call", "reason_against"]
 
 _SLICE_ROWS = 4
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,23 @@ def reason_against(module: nn.Module) -> str | None:
         "it has no parameters": next(module.parameters(), None) is None,
         "it holds a metric": any(isinstance(inner, Metric) for inner in module.modules()),
         "it is a script module": isinstance(module, torch.jit.ScriptModule),
+        "a hook inside it would run once per chunk": any(
+            _has_foreign_hooks(inner) for inner in module.modules() if inner is not module
+        ),
         "its class replaces __call__": type(module).__call__ is not nn.Module.__call__,
         "a single layer keeps nothing that chunks could save": is_layer and is_leaf,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether a hook is registered that does not come from torch itself (as weight norm's does)."""
+    hooks = [hook for kind in _HOOKS for hook in vars(module).get(kind, {}).values()]
+    return any(not (hook.__module__ or "").startswith("torch.") for hook in map(_typed, hooks))
+
+
+def _typed(hook: Any) -> Any:
+    return hook if hasattr(hook, "__module__") else type(hook)
 
 
 def check_call(

@@ -286,3 +286,19 @@ def test_equal_rows_settle_nothing():
 
     assert "all equal" in blind.whole["body"]
     assert seeing.chunked == {"body": 1}
+
+
+def test_hooks_inside_a_child_are_not_run_once_per_chunk():
+    """A child whose inside is watched by user code runs whole; torch's own hooks do not count."""
+    watched, normed = Net(Body()), Net(nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)))
+    seen = []
+    watched.body.up.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(normed.body[0])
+    with chunked_children(watched, ROWS, 3) as report, chunked_children(normed, ROWS, 3) as other:
+        watched.body(x())
+        normed.body(x())
+
+    assert seen == [ROWS]
+    assert "hook inside" in report.whole["body"]
+    assert other.chunked == {"body": 1}
