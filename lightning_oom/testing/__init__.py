@@ -2,7 +2,8 @@
 
 - :func:`memory_limit`: a limit in bytes on any device;
 - :func:`fail_at`, :func:`fail_on`: an error at a chosen allocation, or in a chosen phase;
-- :class:`SimulatedGPUStrategy`: a device with its own memory, also as ``Trainer(strategy="simgpu")``;
+- :class:`SimulatedGPUStrategy`: a device with its own memory, also as ``Trainer(strategy="simgpu")``
+  once this package has been imported after Lightning;
 - pytest fixtures, by the plugin that the package brings: see :mod:`lightning_oom.testing.plugin`.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from lightning_oom.testing.strategy_name import register_strategy_name
 
 if TYPE_CHECKING:
     from lightning_oom.testing.faults import AllocationFault, fail_at
@@ -39,6 +42,8 @@ _MODULES = {
     "fail_on": "lightning_oom.testing.phases",
     "memory_limit": "lightning_oom.testing.limit",
 }
+
+register_strategy_name()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,8 @@
             with pytest.raises(torch.OutOfMemoryError):
                 model.to(gpu.device)
 
+In tests, ``Trainer(strategy="simgpu")`` works without an import.
+
 Importing this module imports pytest alone; torch is imported when a fixture is used.
 """
 
@@ -26,13 +28,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lightning_oom.testing.strategy_name import register_strategy_name
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lightning_oom.testing.active import MemoryLimit
     from lightning_oom.testing.simgpu import SimulatedGPU
 
-__all__ = ["memory_limit", "simulated_gpu"]
+__all__ = ["memory_limit", "pytest_collection_finish", "simulated_gpu"]
+
+
+def pytest_collection_finish() -> None:
+    """Make ``Trainer(strategy="simgpu")`` work in the tests that were collected."""
+    register_strategy_name()
 
 
 @pytest.fixture

@@ -45,6 +45,11 @@ def test_fixtures_last_until_the_end_of_the_test(pytester: pytest.Pytester) -> N
         """
         import pytest
         import torch
+        from lightning.pytorch import Trainer
+
+        def test_strategy_is_known():
+            trainer = Trainer(strategy="simgpu", logger=False, enable_checkpointing=False)
+            assert trainer.strategy.root_device.type == "simgpu"
 
         def test_limited(memory_limit):
             limit = memory_limit("1 MiB", device="cpu")
@@ -74,8 +79,21 @@ def test_fixtures_last_until_the_end_of_the_test(pytester: pytest.Pytester) -> N
 
     result = pytester.runpytest_subprocess("-p", "no:randomly")
 
-    result.assert_outcomes(passed=5, failed=1)
+    result.assert_outcomes(passed=6, failed=1)
     result.stdout.fnmatch_lines(["*CUDA out of memory. Tried to allocate 4.00 MiB*"])
+
+
+def test_the_strategy_has_a_name_outside_pytest() -> None:
+    """In a script, the package is imported after Lightning."""
+    program = (
+        "from lightning.pytorch import Trainer; import sys, lightning_oom.testing;"
+        "assert 'lightning_oom.testing.simgpu' not in sys.modules;"
+        "Trainer(strategy='simgpu', logger=False, enable_checkpointing=False);"
+        "assert 'lightning_oom.testing.simgpu' in sys.modules"
+    )
+    subprocess.run(  # noqa: S603 our own program
+        [sys.executable, "-W", "ignore", "-c", program], check=True
+    )
 
 
 def test_the_fixtures_are_listed_with_what_they_do(pytester: pytest.Pytester) -> None:
