@@ -42,7 +42,9 @@ class HoldsMemory(nn.Module):
 
 
 class _Sightings:
-    """What was seen; no attribute of a module, so that no rollback touches it."""
+    """What was seen; with slots, so that no rollback of attributes touches it."""
+
+    __slots__ = ("alive_at_retry", "scratch")
 
     def __init__(self) -> None:
         self.scratch: Any = None
