@@ -22,12 +22,14 @@ Quantity            CUDA  XPU  simgpu  MPS  CPU
 from __future__ import annotations
 
 from lightning_oom.memory.devices import read_memory, release_cached, reset_peak
+from lightning_oom.memory.peaks import PeakWatch
 from lightning_oom.memory.reading import MemoryReading
 from lightning_oom.memory.registry import DeviceReader, register_reader
 
 __all__ = [
     "DeviceReader",
     "MemoryReading",
+    "PeakWatch",
     "read_memory",
     "register_reader",
     "release_cached",

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from lightning_oom.memory.peak_ledger import Peaks
 from lightning_oom.memory.reading import MemoryReading
 from lightning_oom.memory.registry import DeviceReader
 
-__all__ = ["MPSReader", "TorchModuleReader"]
+__all__ = ["MPSReader", "TorchModuleReader", "current_device"]
 
 
 class TorchModuleReader(DeviceReader):
@@ -53,6 +54,26 @@ class TorchModuleReader(DeviceReader):
             free_bytes=free_bytes,
             alloc_retries=stats("num_alloc_retries", None),
         )
+
+    def read_peaks(self, device: torch.device) -> Peaks:
+        """Return the peak counters of the allocator; the driver is not asked."""
+        module = getattr(torch, device.type, None)
+        if not _is_in_use(module):
+            return Peaks()
+        device = _with_index(device, module)
+        if hasattr(
+            module, "memory_stats_as_nested_dict"
+        ):  # the others are made of it, at ten times
+            stats = _read_stats(device, module)
+            return Peaks(
+                allocated_bytes=stats("allocated_bytes.all.peak", None),
+                reserved_bytes=stats("reserved_bytes.all.peak", None),
+            )
+        names = ("max_memory_allocated", "max_memory_reserved")
+        allocated, reserved = (
+            _ask(_first_with(name, device, module), name, device) for name in names
+        )
+        return Peaks(allocated_bytes=allocated, reserved_bytes=reserved)
 
     def reset_peak(self, device: torch.device) -> None:
         """Reset the peak counters of the allocator."""
@@ -99,6 +120,13 @@ class MPSReader(DeviceReader):
         _ask(torch.mps, "empty_cache")
         after = _ask(torch.mps, "driver_allocated_memory")
         return None if before is None or after is None else max(before - after, 0)
+
+
+def current_device(device_type: str) -> str:
+    """Name the current device of a type, without making a context."""
+    module = getattr(torch, device_type, None)
+    index = _ask(module, "current_device") if _is_in_use(module) else 0
+    return f"{device_type}:{index or 0}"
 
 
 def _ask(module: Any, name: str, *args: Any) -> Any:

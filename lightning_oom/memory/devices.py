@@ -6,14 +6,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_oom.memory.backends import MPSReader, TorchModuleReader
+from lightning_oom.memory.backends import MPSReader, TorchModuleReader, current_device
 from lightning_oom.memory.host import CPUReader
+from lightning_oom.memory.peak_ledger import fold_peaks, has_keepers
 from lightning_oom.memory.registry import DeviceReader, find_reader
 
 if TYPE_CHECKING:
+    from lightning_oom.memory.peak_ledger import Peaks
     from lightning_oom.memory.reading import MemoryReading
 
-__all__ = ["read_memory", "reader_of", "release_cached", "reset_peak"]
+__all__ = [
+    "as_device",
+    "one_device",
+    "read_memory",
+    "read_peaks",
+    "reader_of",
+    "release_cached",
+    "reset_peak",
+]
 
 _CPU = CPUReader()
 _MPS = MPSReader()
@@ -47,12 +57,14 @@ def read_memory(device: torch.device | str) -> MemoryReading:
         >>> reading.reserved_bytes is None  # the CPU has no caching allocator
         True
     """
-    device = _as_device(device)
+    device = as_device(device)
     return reader_of(device).read(device)
 
 
 def reset_peak(device: torch.device | str) -> None:
     """Let the peaks of ``device`` start again from what is held now; nothing where it has none.
+
+    Every :class:`~lightning_oom.memory.peaks.PeakWatch` of the device keeps the peak that ends here.
 
     Args:
         device: A device or its name.
@@ -60,8 +72,29 @@ def reset_peak(device: torch.device | str) -> None:
     Raises:
         ValueError: torch does not know a device of that name.
     """
-    device = _as_device(device)
-    reader_of(device).reset_peak(device)
+    device = as_device(device)
+    reader = reader_of(device)
+    kept = one_device(device)
+    if has_keepers(kept):
+        fold_peaks(kept, reader.read_peaks(device))
+    reader.reset_peak(device)
+
+
+def read_peaks(device: torch.device | str) -> Peaks:
+    """Read the peaks of ``device`` since :func:`reset_peak`, and nothing else.
+
+    Args:
+        device: A device or its name.
+
+    Returns:
+        What the allocator counted, ``None`` where the backend has no peak. Cheaper than
+        :func:`read_memory`: the driver is not asked.
+
+    Raises:
+        ValueError: torch does not know a device of that name.
+    """
+    device = as_device(device)
+    return reader_of(device).read_peaks(device)
 
 
 def release_cached(device: torch.device | str) -> int | None:
@@ -80,7 +113,7 @@ def release_cached(device: torch.device | str) -> int | None:
     Note:
         On a GPU this waits for the device, and the next allocations are slower.
     """
-    device = _as_device(device)
+    device = as_device(device)
     return reader_of(device).release_cached(device)
 
 
@@ -97,9 +130,32 @@ def reader_of(device: torch.device, *, below: DeviceReader | None = None) -> Dev
     return {"cpu": _CPU, "mps": _MPS}.get(device.type, _TORCH_MODULE)
 
 
-def _as_device(device: torch.device | str) -> torch.device:
+def as_device(device: torch.device | str) -> torch.device:
+    """Turn a name into a device.
+
+    Args:
+        device: A device or its name.
+
+    Raises:
+        ValueError: torch does not know a device of that name.
+    """
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         message = f"{device!r} is not a device that torch knows: name one such as 'cuda:0' or 'cpu'"
         raise ValueError(message) from error
+
+
+def one_device(device: torch.device | str) -> torch.device:
+    """Turn a name into the one spelling of a device: with its index, the CPU without one.
+
+    Args:
+        device: A device or its name; without an index: the current one of its type.
+
+    Raises:
+        ValueError: torch does not know a device of that name.
+    """
+    device = as_device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(current_device(device.type))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from lightning_oom.memory.peak_ledger import Peaks
 from lightning_oom.memory.reading import MemoryReading
 from lightning_oom.memory.registry import DeviceReader
 
@@ -38,6 +39,10 @@ class CPUReader(DeviceReader):
             limit_bytes=min(limits),
             free_bytes=min(free),
         )
+
+    def read_peaks(self, device: torch.device) -> Peaks:
+        """Return nothing: the host has no peak."""
+        return Peaks()
 
 
 class ControlGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_oom.memory import reset_peak
+from lightning_oom.memory import PeakWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ class RowsLearning:
         self.read = read
         self.limit_bytes: int | None = None
         self.base_bytes: int | None = None
-        self._watching = False
+        self._watch: PeakWatch | None = None
         self._retries: int | None = None
 
     def note_base(self, reading: MemoryReading) -> None:
@@ -73,8 +73,8 @@ class RowsLearning:
 
     def before_attempt(self) -> None:
         """Start a new peak, once peaks are worth watching."""
-        if self._watching:
-            reset_peak(self.device)
+        if self._watch is not None:
+            self._watch.restart()
 
     def after_success(self, trial: Trial, plan: AttemptPlan) -> None:
         """Record which rows fitted and which did not."""
@@ -84,7 +84,8 @@ class RowsLearning:
         modes: tuple[Mode, ...] = ("split", "chunk") if plan.mode == "whole" else (plan.mode,)
         peak, near_miss = self._peak(signature, rows, modes)
         if trial.failures:
-            self._watching = True
+            if self._watch is None:
+                self._watch = PeakWatch(self.device)
             if plan.mode != "whole":
                 self._record_failures(trial, signature)
                 self.policies.preferred = plan.mode
@@ -96,15 +97,16 @@ class RowsLearning:
     def _peak(
         self, signature: BatchSignature, rows: int, modes: tuple[Mode, ...]
     ) -> tuple[int | None, bool]:
-        wanted = self._watching and any(
+        if self._watch is None or not any(
             self.policies.of(mode).wants_peak(signature, rows) for mode in modes
-        )
-        reading = self.read() if wanted else None
+        ):
+            return None, False
+        reading = self.read()
         if reading is None:
             return None, False
         before, self._retries = self._retries, reading.alloc_retries
         near_miss = None not in (before, self._retries) and before != self._retries
-        return reading.peak_allocated_bytes, near_miss
+        return self._watch.read().allocated_bytes, near_miss
 
     def _record_failures(self, trial: Trial, signature: BatchSignature) -> None:
         for failure in trial.failures:

@@ -1,0 +1,77 @@
+"""Who wants to know of a peak that is about to be reset.
+
+A backend has one peak counter a device and several readers of it. :func:`fold_peaks` hands the old
+peak to all of them before the counter starts again, so that none loses what another one resets.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PeakKeeper", "Peaks", "fold_peaks", "has_keepers", "keep_peaks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """The most that was held at once.
+
+    Attributes:
+        allocated_bytes: By live tensors; ``None`` where the backend has no peak.
+        reserved_bytes: By the caching allocator; ``None`` where there is none.
+
+    Example:
+        >>> Peaks(allocated_bytes=1, reserved_bytes=9).joined(Peaks(allocated_bytes=3))
+        Peaks(allocated_bytes=3, reserved_bytes=9)
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+    def joined(self, other: Peaks) -> Peaks:
+        """Return the higher of each."""
+        return Peaks(
+            allocated_bytes=_higher(self.allocated_bytes, other.allocated_bytes),
+            reserved_bytes=_higher(self.reserved_bytes, other.reserved_bytes),
+        )
+
+
+class PeakKeeper(Protocol):
+    """Takes note of peaks that end."""
+
+    def fold(self, peaks: Peaks) -> None:
+        """Remember ``peaks``, which the counters will not show any more."""
+
+
+_keepers: dict[torch.device, weakref.WeakSet[PeakKeeper]] = {}
+_lock = threading.Lock()
+
+
+def keep_peaks(device: torch.device, keeper: PeakKeeper) -> None:
+    """Tell ``keeper`` of every peak of ``device`` that ends, for as long as it lives."""
+    with _lock:
+        _keepers.setdefault(device, weakref.WeakSet()).add(keeper)
+
+
+def has_keepers(device: torch.device) -> bool:
+    """Say whether anybody wants to know."""
+    return bool(_keepers.get(device))
+
+
+def fold_peaks(device: torch.device, peaks: Peaks) -> None:
+    """Hand ``peaks`` to everyone who keeps those of ``device``."""
+    with _lock:
+        keepers = list(_keepers.get(device, ()))
+    for keeper in keepers:
+        keeper.fold(peaks)
+
+
+def _higher(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return max(one, other)
