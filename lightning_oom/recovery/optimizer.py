@@ -81,8 +81,8 @@ class OptimizerGuard:
 
     Note:
         Cost without an OOM: 0.1 us for each parameter and state tensor, and one look at the
-        allocator's counters in 16 steps (in every step while memory is scarce). First steps, fused
-        updates, ``Adafactor``, ``SparseAdam``, ``ASGD`` and ``Rprop`` with lists are recorded,
+        allocator's counters in 16 steps (in every step while memory is scarce). First steps,
+        ``Adafactor``, ``SparseAdam``, ``ASGD`` and ``Rprop`` with lists are recorded,
         which costs some 10 us for each of their operations.
         Hooks of the optimizer run once, before and after all that; the closure runs before the
         update, as torch's own optimizers do it. An update under a dispatch mode that hides writes
@@ -218,10 +218,14 @@ class OptimizerGuard:
 
     def _attempt(self, before: UpdateState, *, fresh: bool) -> RecordedUpdate | CountedUpdate:
         """Return a new attempt, recorded where counting writes does not suffice."""
+        groups = self.optimizer.param_groups
+        if fresh:
+            return RecordedUpdate(before)
+        if all(group.get("fused") for group in groups):
+            return CountedUpdate(before, is_blind=True)
         is_counted = (
-            not fresh
-            and all(self.kind.is_counted(g, self.device) for g in self.optimizer.param_groups)
-            and not any(gradient.is_sparse for gradient in before.gradients)
+            all(self.kind.is_counted(group, self.device) for group in groups)
+            and not (self.kind.takes_sparse and any(g.is_sparse for g in before.gradients))
             and counts_list_writes(self._probe)
         )
         return CountedUpdate(before) if is_counted else RecordedUpdate(before)
@@ -386,9 +390,12 @@ _PORTIONED = "an optimizer step was done a few parameters at a time for want of 
 
 
 def _is_compiled(step: Any) -> bool:
-    """Whether a step, or what it wraps, was made by ``torch.compile``."""
+    """Whether a step, or what it wraps, was made by ``torch.compile``.
+
+    Once that has been used, the steps that it is not to look into carry its marks as well.
+    """
     while step is not None:
         if hasattr(step, "_torchdynamo_orig_callable"):
-            return True
+            return not getattr(step, "_torchdynamo_disable", False)
         step = getattr(step, "__wrapped__", None) or getattr(step, "__func__", None)
     return False

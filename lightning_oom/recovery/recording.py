@@ -26,6 +26,7 @@ from lightning_oom._torch import (
     base_of,
     read_version,
     schema_of,
+    sparse_parts,
     written_positions,
 )
 from lightning_oom.recovery.resume import ResumeImpossibleError, UpdateState, tensors_among
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordMode", "RecordedUpdate"]
 
-_VIEW = "view"
 _WRITE = "write"
 _ASIDE = "aside"
 
@@ -141,9 +141,9 @@ class RecordMode(WatchingMode):
         if kind is _WRITE:
             out = self._write(func, args, kwargs)
             self._entries.append((func, _WRITE))
-            return out
-        out = func(*args, **kwargs)
-        self._entries.append((func, _VIEW if kind is _VIEW else _remember(out)))
+        else:
+            out = func(*args, **kwargs)
+            self._entries.append((func, _remember(out)))
         return out
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,7 +163,8 @@ class RecordMode(WatchingMode):
     def _refuse_stand_ins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stand_ins = {id(tensor.untyped_storage()) for tensor in self._stand_ins.values()}
         for tensor in tensors_among((*args, *kwargs.values())):
-            if tensor.layout is torch.strided and id(tensor.untyped_storage()) in stand_ins:
+            part = tensor if tensor.layout is torch.strided else sparse_parts(tensor)[1]
+            if id(part.untyped_storage()) in stand_ins:
                 raise ResumeImpossibleError(f"{func} needs a value that was not kept")
 
     # -- answering
@@ -171,8 +172,6 @@ class RecordMode(WatchingMode):
         then, outputs = self._entries[self._next]
         if then is not func:
             raise ResumeImpossibleError(f"the update ran {then} the first time and {func} now")
-        if outputs is _VIEW:
-            return func(*args, **kwargs)
         if outputs is _WRITE:
             return _returned(func, args, kwargs)
         if type(outputs) is not list:
@@ -186,8 +185,10 @@ class RecordMode(WatchingMode):
         tensor = output.give()
         if tensor is not None:
             return tensor
-        if output.storage is None:
-            return func(*args, **kwargs)  # a sparse tensor: small, and nobody looks at its values
+        if output.values is not None:
+            made = func(*args, **kwargs)
+            values = self._give(output.values, func, args, kwargs)
+            return _with_values(made, values)
         key = (output.device, output.dtype)
         if key not in self._stand_ins:
             self._stand_ins[key] = torch.zeros((), dtype=output.dtype, device=output.device)
@@ -197,7 +198,17 @@ class RecordMode(WatchingMode):
 class _Output:
     """A tensor that an operation has returned, held weakly until the update fails."""
 
-    __slots__ = ("_held", "_ref", "device", "dtype", "offset", "size", "storage", "stride")
+    __slots__ = (
+        "_held",
+        "_ref",
+        "device",
+        "dtype",
+        "offset",
+        "size",
+        "storage",
+        "stride",
+        "values",
+    )
 
     def __init__(self, tensor: Tensor) -> None:
         self._ref = weakref.ref(tensor)
@@ -205,15 +216,21 @@ class _Output:
         self.device = tensor.device
         self.dtype = tensor.dtype
         self.storage: weakref.ref[torch.UntypedStorage] | None = None
-        if tensor.layout is torch.strided:
-            self.storage = weakref.ref(tensor.untyped_storage())
-            self.size = tensor.size()
-            self.stride = tensor.stride()
-            self.offset = tensor.storage_offset()
+        self.values: _Output | None = None
+        if tensor.layout is torch.sparse_coo:
+            # its indices follow from the arguments, which keep theirs
+            self.values = _Output(sparse_parts(tensor)[1])
+            return
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
 
     def hold(self) -> None:
         """Keep the tensor if it is alive, or if a view of it is."""
         self._held = self._ref()
+        if self.values is not None:
+            self.values.hold()
         storage = self.storage() if self._held is None and self.storage is not None else None
         if storage is not None:
             self._held = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -224,6 +241,17 @@ class _Output:
         """Return the tensor if there is one, and hold it no longer."""
         tensor, self._held = self._held, None
         return tensor if tensor is not None else self._ref()
+
+
+def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return a sparse tensor with the places of ``tensor`` and other values there."""
+    return torch.sparse_coo_tensor(
+        sparse_parts(tensor)[0],
+        values,
+        tensor.shape,
+        is_coalesced=tensor.is_coalesced(),
+        check_invariants=False,
+    )
 
 
 def _remember(out: Any) -> Any:
@@ -237,18 +265,19 @@ def _remember(out: Any) -> Any:
 
 @functools.cache
 def _kind_of(operator: Any) -> str | None:
-    """Return whether an operator writes into an argument, makes a view of one, or is none of ours.
+    """Return whether an operator writes into an argument, or is to be left aside.
 
-    The last are the marks of the profiler, which are also made while an error passes.
+    The latter are views, which cost nothing to be made again (and torch itself makes one more when
+    it hands out a tensor that somebody else holds too), and the marks of the profiler, which are
+    also made while an error passes.
     """
     if written_positions(operator):
         return _WRITE
     schema = schema_of(operator)
-    if schema is not None and schema.name.startswith("profiler::"):
-        return _ASIDE
     if schema is None or schema.name == "aten::lift_fresh":
         return None  # the latter is the first that is seen of a tensor made from numbers
-    return _VIEW if any(r.alias_info is not None for r in schema.returns) else None
+    is_view = any(result.alias_info is not None for result in schema.returns)
+    return _ASIDE if is_view or schema.name.startswith("profiler::") else None
 
 
 @functools.cache

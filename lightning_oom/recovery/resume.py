@@ -66,13 +66,18 @@ class UpdateState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.parameters: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
-        self.trained = [p for p in self.parameters if p.grad is not None]
-        self.gradients: list[Any] = [p.grad for p in self.trained]
+        self.gradients = [g for p in self.parameters if (g := p.grad) is not None]
+        self.trained = (
+            self.parameters
+            if len(self.gradients) == len(self.parameters)
+            else [p for p in self.parameters if p.grad is not None]
+        )
         states = optimizer.state.values()
         # a step adds entries behind those there are, and takes none away
         self._lengths = [len(state) for state in states]
         self._values = [value for state in states for value in state.values()]
-        self.tensors = [*self.parameters, *self.gradients, *tensors_among(self._values)]
+        held = [value for value in self._values if isinstance(value, Tensor)]
+        self.tensors = [*self.parameters, *self.gradients, *held]
         self._versions = list(map(read_version, self.tensors))
 
     def writes(self) -> dict[int, int]:
@@ -112,20 +117,23 @@ class CountedUpdate:
 
     Args:
         before: The state before the update.
+        is_blind: The update is fused: its writes raise no versions. Such an update allocates
+            nothing once its state is there; should it fail nevertheless, it is not resumed.
 
     Attributes:
         lost: Why the update cannot be resumed; ``None`` while it can.
     """
 
-    def __init__(self, before: UpdateState) -> None:
+    def __init__(self, before: UpdateState, *, is_blind: bool = False) -> None:
         self.before = before
         self.lost: str | None = None
+        self._is_blind = is_blind
         self._done: dict[int, int] | None = None
 
     @property
     def has_moved(self) -> bool:
-        """Whether anything was written to that existed before."""
-        return bool(self._done)
+        """Whether anything was written to that existed before, or may have been."""
+        return bool(self._done) or self._is_blind
 
     def watch(self) -> AbstractContextManager[object]:
         """Return what to run the update in: nothing at first, then what resumes it."""
@@ -137,7 +145,9 @@ class CountedUpdate:
         """Count what was done. Call it after each failure, before the state is rewound."""
         if self._done is None:
             self._done = self.before.writes()
-        if self._done and self.before.has_new_state():
+        if self._is_blind:
+            self.lost = "fused operations leave no trace of what they have written"
+        elif self._done and self.before.has_new_state():
             self.lost = "it also made state, whose writes nobody has counted"
 
 

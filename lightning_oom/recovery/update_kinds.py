@@ -33,6 +33,7 @@ class UpdateKind:
         single: Temporaries, one parameter after the other.
         foreach: Temporaries when all parameters of a group are updated together.
         factored: The state of a matrix is a row and a column instead.
+        takes_sparse: Gradients may be sparse, for which other operations are used.
         counted_single: No operation after a write needs what was there before the write, in an
             update of one parameter after the other. False: the update must be recorded.
         counted_foreach: The same of an update with operations on lists.
@@ -42,6 +43,7 @@ class UpdateKind:
     single: Callable[[_Group], float]
     foreach: Callable[[_Group], float]
     factored: bool = False
+    takes_sparse: bool = False
     counted_single: bool = True
     counted_foreach: bool = True
 
@@ -167,7 +169,10 @@ _ADAM = UpdateKind(state=_adam_state, single=_plus(2, _changed), foreach=_always
 _ADAMW = UpdateKind(state=_adam_state, single=_plus(2, _is_maximized), foreach=_always(1))
 _KINDS: dict[type, UpdateKind] = {
     _o.SGD: UpdateKind(
-        state=lambda group: bool(group["momentum"]), single=_sgd_single, foreach=_any_changed
+        state=lambda group: bool(group["momentum"]),
+        single=_sgd_single,
+        foreach=_any_changed,
+        takes_sparse=True,
     ),
     _o.AdamW: _ADAMW,
     _o.Adam: _ADAM,
@@ -176,7 +181,9 @@ _KINDS: dict[type, UpdateKind] = {
     ),
     _o.RAdam: UpdateKind(state=_always(2), single=_plus(2, _changed), foreach=_always(1)),
     _o.Adamax: UpdateKind(state=_always(2), single=_plus(1, _changed), foreach=_always(1)),
-    _o.Adagrad: UpdateKind(state=_always(1), single=_plus(1, _changed), foreach=_always(2)),
+    _o.Adagrad: UpdateKind(
+        state=_always(1), single=_plus(1, _changed), foreach=_always(2), takes_sparse=True
+    ),
     _o.Adadelta: UpdateKind(
         state=_always(2), single=_plus(2, _changed), foreach=_plus(2, _any_changed)
     ),

@@ -2,111 +2,422 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
+import gc
+import inspect
+import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
+from optimizer_trainings import OPTIMIZERS, Outcome, Running, Training, same
 
-from lightning_oom import errors
+from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.recovery.optimizer import OptimizerGuard, is_guardable
-from lightning_oom.testing import fail_at, memory_limit
+from lightning_oom.testing import SimulatedGPU, fail_at, memory_limit
 
 CPU = torch.device("cpu")
+KIB = 1024
+EQUAL_SHAPES = tuple((64, 64) for _ in range(8))
+EQUAL_BYTES = 64 * 64 * 4
 
 
-def _optimizers():
-    """Return name -> factory for every kind of torch optimizer that updates in one go."""
-    o = torch.optim
-    kinds = {
-        "sgd": (o.SGD, {"lr": 0.1}),
-        "sgd_momentum": (o.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-        "sgd_decay": (o.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-        "adam": (o.Adam, {"lr": 0.01}),
-        "adam_decay": (o.Adam, {"lr": 0.01, "weight_decay": 0.1}),
-        "adam_amsgrad": (o.Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}),
-        "adamw": (o.AdamW, {"lr": 0.01}),
-        "nadam": (o.NAdam, {"lr": 0.01}),
-        "radam": (o.RAdam, {"lr": 0.01}),
-        "adamax": (o.Adamax, {"lr": 0.01}),
-        "adagrad": (o.Adagrad, {"lr": 0.01}),
-        "adadelta": (o.Adadelta, {"lr": 0.1}),
-        "rmsprop": (o.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
-        "rprop": (o.Rprop, {"lr": 0.01}),
-        "asgd": (o.ASGD, {"lr": 0.01}),
-    }
-    made = {}
-    for name, (kind, options) in kinds.items():
-        for foreach in (False, True):
-            made[f"{name}-{'foreach' if foreach else 'single'}"] = (
-                kind,
-                {**options, "foreach": foreach},
-            )
-    for name, kind, options in (
-        ("adam-fused", o.Adam, {"lr": 0.01, "fused": True}),
-        ("adamw-fused", o.AdamW, {"lr": 0.01, "fused": True}),
-        ("sgd-fused", o.SGD, {"lr": 0.01, "momentum": 0.9, "fused": True}),
-        ("adagrad-fused", o.Adagrad, {"lr": 0.01, "fused": True}),
-        ("adafactor", o.Adafactor, {"lr": 0.01}),
-    ):
-        made[name] = (kind, options)
-    return made
-
-
-OPTIMIZERS = _optimizers()
-
-
-def _run(kind, options, *, steps, guard=False, groups=1, fail=None):
-    """Train three parameters for some steps; return parameters, state and the injected fault."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 4), (5,), (2, 3)]
-    params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
-    parts = [params] if groups == 1 else [params[:1], params[1:]]
-    optimizer = kind([{"params": p} for p in parts], **options)
-    reports: list[str] = []
-    fault = None
-    if guard:
-        OptimizerGuard(optimizer, device=CPU, release=lambda: None, report=reports.append).install()
-    for step in range(steps):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
-        if fail is not None and step == fail[0]:
-            with fail_at(fail[1]) as fault:
-                optimizer.step()
-        else:
-            optimizer.step()
-    state = [
-        {k: v for k, v in sorted(optimizer.state[p].items())}
-        for p in params
-        if p in optimizer.state
-    ]
-    return [p.detach() for p in params], state, fault, reports
-
-
-def _same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a == b
+def check_every_allocation(training: Training, *, step: int, times: int = 1) -> int:
+    """Fail every allocation of a step in turn; return how many there were."""
+    wanted = training.run()
+    count = training.count(step)
+    for n in range(1, count + 1):
+        got = training.run(guard=True, fail=(step, n), times=times)
+        assert got.fault is not None
+        assert got.fault.raised == times or n + times - 1 > count
+        assert wanted.is_same(got), f"allocation {n}: {got.fault.trace[n - 1]}"
+        assert len(got.reports) == 1
+    return count
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_allocation_of_an_update_may_fail(name, step, groups):
+def test_every_allocation_of_an_update_may_fail(name: str, step: int, groups: int) -> None:
     """Whichever allocation of the update fails, parameters and state end bit-equal."""
     kind, options = OPTIMIZERS[name]
-    wanted = (
-        _run(kind, options, steps=3)[:2]
-        if groups == 1
-        else _run(kind, options, steps=3, groups=2)[:2]
+    count = check_every_allocation(Training(kind, options, groups=groups), step=step)
+    assert count or "fused" in name or name.startswith(("sgd-", "sgd_momentum-foreach"))
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    "name", ["adamw-single", "adamw-foreach", "adamw-fused", "sgd_all-foreach", "adafactor-single"]
+)
+def test_an_update_may_fail_twice(name: str, step: int) -> None:
+    """When the resumed update fails again at its next allocation, it is resumed again."""
+    if name not in OPTIMIZERS:
+        pytest.skip("not in this torch")
+    kind, options = OPTIMIZERS[name]
+    check_every_allocation(Training(kind, options, groups=2), step=step, times=2)
+
+
+VARIANTS: dict[str, Training] = {
+    "bf16": Training(*OPTIMIZERS["adamw-single"], dtype=torch.bfloat16),
+    "bf16 lists": Training(*OPTIMIZERS["adamw-foreach"], dtype=torch.bfloat16),
+    "fp16": Training(*OPTIMIZERS["sgd_all-single"], dtype=torch.float16),
+    "fp16 lists": Training(*OPTIMIZERS["sgd_all-foreach"], dtype=torch.float16),
+    "complex": Training(*OPTIMIZERS["adam-single"], dtype=torch.complex64),
+    "complex lists": Training(*OPTIMIZERS["adamw-foreach"], dtype=torch.complex64),
+    "complex rmsprop": Training(*OPTIMIZERS["rmsprop-foreach"], dtype=torch.complex64),
+    "unused": Training(*OPTIMIZERS["adamw-foreach"], unused=1),
+    "unused recorded": Training(*OPTIMIZERS["asgd-single"], unused=2),
+    "rate as tensor": Training(torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
+    "sparse adam": Training(torch.optim.SparseAdam, {"lr": 0.01}, sparse=True),
+    "sparse sgd": Training(*OPTIMIZERS["sgd_momentum-single"], sparse=True),
+    "sparse adagrad": Training(*OPTIMIZERS["adagrad-single"], sparse=True),
+    "half precision state": Training(*OPTIMIZERS["rprop-foreach"], dtype=torch.bfloat16),
+}
+VARIANTS["sparse sgd"].options = {"lr": 0.1, "momentum": 0.9}
+if hasattr(torch.optim, "Muon"):
+    VARIANTS["muon"] = Training(torch.optim.Muon, {"lr": 0.01}, shapes=((3, 4), (4, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_allocation_may_fail_whatever_the_parameters(name: str, step: int) -> None:
+    """Low precision, complex, sparse, without gradient: parameters and state end bit-equal."""
+    check_every_allocation(VARIANTS[name], step=step)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    ["adamw-single", "adamw-foreach", "sgd_all-foreach", "nadam-foreach", "adafactor-foreach"],
+)
+def test_every_allocation_may_fail_on_a_gpu(name: str, step: int) -> None:
+    """The same where host and device are apart."""
+    if name not in OPTIMIZERS:
+        pytest.skip("not in this torch")
+    kind, options = OPTIMIZERS[name]
+    check_every_allocation(
+        Training(kind, options, groups=2, device=SimulatedGPU().device), step=step
     )
-    *_, fault, _ = _run(kind, options, steps=3, groups=groups, guard=True, fail=(step, 10_000))
-    for n in range(1, fault.count + 1):
-        got = _run(kind, options, steps=3, groups=groups, guard=True, fail=(step, n))
-        assert got[2].raised == 1
-        assert _same(list(wanted), list(got[:2])), f"allocation {n}: {got[2].trace[n - 1]}"
-        assert len(got[3]) == 1
+
+
+# -- real shortage
+def run_limited(
+    training: Training, spare_copies: float, *, step: int
+) -> tuple[Outcome, Outcome, Exception | None, Running]:
+    """Train until ``step`` with all memory, then step with ``spare_copies`` of a parameter to spare.
+
+    Returns:
+        What was there before the step and after it, the error it ended with, and the training.
+    """
+    running = training.start(guard=True)
+    for _ in range(step):
+        running.make_gradients()
+        running.optimizer.step()
+    running.make_gradients()
+    before = running.outcome()
+    error = None
+    with memory_limit("1 GiB", device=training.device) as free:
+        free.register([running.parameters, [p.grad for p in running.parameters], running.optimizer])
+        live_bytes = free.live_bytes
+    with memory_limit(
+        int(live_bytes + spare_copies * EQUAL_BYTES), device=training.device
+    ) as limit:
+        limit.register(
+            [running.parameters, [p.grad for p in running.parameters], running.optimizer]
+        )
+        running.guard._steps_until_check = 0
+        try:
+            running.optimizer.step()
+        except OutOfMemoryError as caught:
+            error = caught.with_traceback(None)
+    return before, running.outcome(), error, running
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sgd_decay-foreach",
+        "adam-foreach",
+        "adamw-foreach",
+        "nadam_decay-foreach",
+        "radam-foreach",
+        "adamax-foreach",
+        "adagrad-foreach",
+        "adadelta_decay-foreach",
+        "rmsprop-foreach",
+        "rprop-foreach",
+        "asgd-foreach",
+        "adafactor-foreach",
+    ],
+)
+def test_a_step_without_room_for_its_lists_is_done_in_portions(name: str, step: int) -> None:
+    """Where temporaries for all parameters do not fit but those of one do, the step ends bit-equal."""
+    if name not in OPTIMIZERS:
+        pytest.skip("not in this torch")
+    kind, options = OPTIMIZERS[name]
+    training = Training(kind, options, shapes=EQUAL_SHAPES, steps=step + 1)
+    wanted = training.run()
+    starting = training.start()
+    starting.make_gradients()
+    guard, group = starting.guard, starting.optimizer.param_groups[0]
+    fresh_bytes = sum(
+        guard.kind.state_bytes(p, group) for p in group["params"] if p not in guard.optimizer.state
+    )
+    fresh = 0 if step else fresh_bytes / EQUAL_BYTES
+    _, after, error, running = run_limited(training, fresh + 3.5, step=step)
+
+    assert error is None
+    assert after.is_same(wanted)
+    assert running.reports == [
+        "an optimizer step was done a few parameters at a time for want of memory"
+    ]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    "name", ["adamw-single", "adamw-foreach", "adamw-fused", "sgd_all-foreach", "rmsprop-foreach"]
+)
+def test_a_step_that_cannot_fit_raises_with_nothing_moved(name: str, step: int) -> None:
+    """Parameters and state are bit-equal to what they were before, and the error says so."""
+    kind, options = OPTIMIZERS[name]
+    if "fused" in name and step:
+        pytest.skip("needs no memory")
+    training = Training(kind, options, shapes=EQUAL_SHAPES)
+    before, after, error, running = run_limited(training, 0.5, step=step)
+
+    assert isinstance(error, OutOfMemoryError)
+    assert "were before it" in error.__notes__[-1]
+    assert after.is_same(before)
+    assert running.reports == []
+    running.optimizer.step()  # with memory again, the step can be done
+    assert running.outcome().is_same(training_until(training, step + 1))
+
+
+def training_until(training: Training, steps: int) -> Outcome:
+    """Return the outcome of an unguarded training of some steps."""
+    return Training(training.kind, training.options, shapes=training.shapes, steps=steps).run()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("step", [0, 1])
+def test_what_a_step_needs_is_known(name: str, step: int) -> None:
+    """The estimate is no less than what is measured, and at most twice as much."""
+    kind, options = OPTIMIZERS[name]
+    running = Training(kind, options, shapes=EQUAL_SHAPES).start()
+    for _ in range(step + 1):
+        running.make_gradients()
+        needed_bytes = running.guard._needed_bytes()
+        with memory_limit("1 GiB", device="cpu") as limit:
+            running.optimizer.step()
+    slack = 2 * EQUAL_BYTES  # what the parameter before has left, and scalars
+    assert limit.peak_bytes <= needed_bytes + KIB
+    assert needed_bytes <= 2 * limit.peak_bytes + slack
+
+
+def test_a_step_with_plenty_of_memory_is_an_ordinary_one() -> None:
+    """Nothing is released, reported or recorded once the first step is over."""
+    running = Training(*OPTIMIZERS["adamw-foreach"]).start(guard=True)
+    for _ in range(40):
+        running.make_gradients()
+        running.optimizer.step()
+    assert (running.releases, running.reports) == (0, [])
+
+
+def test_a_guarded_step_holds_nothing_afterwards() -> None:
+    """Gradients die with ``zero_grad``, the optimizer with its last reference."""
+    running = Training(*OPTIMIZERS["asgd-single"]).start(guard=True)
+    running.make_gradients()
+    running.optimizer.step()
+    gradient = weakref.ref(running.parameters[0].grad)
+    running.optimizer.zero_grad()
+    assert gradient() is None
+    optimizer = weakref.ref(running.optimizer)
+    assert running.undo is not None
+    running.undo()
+    del running
+    gc.collect()
+    assert optimizer() is None
+
+
+# -- neighbours
+def test_hooks_run_once() -> None:
+    """The hooks of an optimizer run once before and after, in order, however often it is tried."""
+    training = Training(*OPTIMIZERS["adamw-foreach"])
+    seen: list[Any] = []
+
+    def hooked(running: Running) -> list[Any]:
+        optimizer = running.optimizer
+        optimizer.register_step_pre_hook(
+            lambda *given: seen.append(("pre", given[0], len(given[1])))
+        )
+        optimizer.register_step_post_hook(lambda *given: seen.append(("post", given[0], given[2])))
+        running.make_gradients()
+        with fail_at(9 if running.undo else ()) as fault:
+            optimizer.step(lambda: seen.append("closure"))
+        assert fault.raised == bool(running.undo)
+        noted = [e if isinstance(e, str) else (e[0], e[1] is optimizer, e[2]) for e in seen]
+        seen.clear()
+        return noted
+
+    guarded = training.start(guard=True)
+    assert hooked(guarded) == hooked(training.start())
+    assert len(guarded.optimizer._optimizer_step_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_schedulers_do_not_mind(when: str) -> None:
+    """A scheduler that is made before or after the guard neither warns nor loses its mark."""
+    training = Training(*OPTIMIZERS["sgd-single"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        running = training.start(guard=when == "after")
+        scheduler = torch.optim.lr_scheduler.StepLR(running.optimizer, 1)
+        undo = running.undo or running.guard.install()
+        if when == "between":
+            scheduler = torch.optim.lr_scheduler.StepLR(running.optimizer, 1)
+        for _ in range(2):
+            running.make_gradients()
+            running.optimizer.step()
+            scheduler.step()
+        undo()
+        running.make_gradients()
+        running.optimizer.step()
+        scheduler.step()
+    assert inspect.signature(running.optimizer.step).parameters.keys() >= {"closure"}
+
+
+def test_the_undo_brings_back_the_very_object() -> None:
+    """After the undo the optimizer has the step it had."""
+    running = Training(*OPTIMIZERS["sgd-single"]).start()
+    torch.optim.lr_scheduler.StepLR(running.optimizer, 1)
+    step = vars(running.optimizer)["step"]
+    undo = running.guard.install()
+    assert vars(running.optimizer)["step"] is not step
+    undo()
+    assert vars(running.optimizer)["step"] is step
+
+
+def test_the_scaler_of_a_fused_optimizer_is_kept_through_a_retry() -> None:
+    """Scale and the mark of an overflow, which a scaler hands over as attributes, apply once."""
+    training = Training(*OPTIMIZERS["adamw-fused"], groups=2)
+
+    def scaled(n: int, *, overflow: float) -> Outcome:
+        running = training.start(guard=bool(n))
+        for _ in range(2):
+            running.make_gradients()
+            running.optimizer.grad_scale = torch.tensor(8.0)
+            running.optimizer.found_inf = torch.tensor(overflow)
+            with fail_at(n or ()):
+                running.optimizer.step()
+            del running.optimizer.grad_scale, running.optimizer.found_inf
+        return running.outcome()
+
+    for overflow in (0.0, 1.0):
+        wanted = scaled(0, overflow=overflow)
+        for n in range(1, 9):
+            assert wanted.is_same(scaled(n, overflow=overflow))
+
+
+def test_a_mode_that_hides_writes_to_lists_does_no_harm() -> None:
+    """Below a dispatch mode that raises no versions, the update is recorded instead."""
+    training = Training(*OPTIMIZERS["adamw-foreach"])
+    wanted = training.run()
+
+    class Bystander(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal left
+            out = func(*args, **(kwargs or {}))
+            if "_foreach_sqrt" in str(func) and left:
+                left -= 1
+                raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+            return out
+
+    running = training.start(guard=True)
+    for step in range(3):
+        running.make_gradients()
+        left = int(step == 1)
+        with Bystander():
+            running.optimizer.step()
+    assert wanted.is_same(running.outcome())
+    assert len(running.reports) == 1
+
+
+# -- what is left alone
+class MyAdam(torch.optim.Adam):
+    """A subclass that leaves the update as it is."""
+
+
+class Shouting(torch.optim.Adam):
+    """A subclass with its own update."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update."""
+        return super().step(closure)
+
+
+def test_only_updates_of_torch_are_guarded() -> None:
+    """Subclasses count as long as they leave the update alone; LBFGS and differentiable do not."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    assert is_guardable(MyAdam([weight]))
+    assert not is_guardable(Shouting([weight]))
+    assert not is_guardable(torch.optim.LBFGS([weight]))
+    assert not is_guardable(torch.optim.Adam([weight], differentiable=True))
+
+
+def test_the_error_of_another_update_passes_with_a_note() -> None:
+    """What cannot be resumed is not tried again, and the error says what that means."""
+    running = Training(Shouting, {"foreach": True}).start(guard=True)
+    running.make_gradients()
+    with pytest.raises(OutOfMemoryError) as caught, fail_at(1) as fault:
+        running.optimizer.step()
+    assert fault.count == 1
+    assert "The update of Shouting".lower() in caught.value.__notes__[0].lower()
+
+
+def test_a_compiled_step_is_left_alone() -> None:
+    """A step made by ``torch.compile`` is called as it is."""
+    running = Training(*OPTIMIZERS["sgd-single"]).start()
+    running.optimizer.step = torch.compile(running.optimizer.step, backend="eager")
+    guard = OptimizerGuard(
+        running.optimizer, device=CPU, release=lambda: None, report=running.reports.append
+    )
+    assert not guard._is_active
+
+
+def test_an_error_that_is_no_shortage_passes_unchanged() -> None:
+    """An update that fails for another reason is not tried again."""
+    running = Training(*OPTIMIZERS["adamw-single"]).start(guard=True)
+    running.make_gradients()
+    with pytest.raises(ZeroDivisionError) as caught, fail_at(3, error=ZeroDivisionError) as fault:
+        running.optimizer.step()
+    assert (fault.count, getattr(caught.value, "__notes__", [])) == (3, [])
+
+
+def test_an_update_that_keeps_failing_raises_the_shortage() -> None:
+    """After three more tries the first kind of error is raised, with what it means."""
+    running = Training(*OPTIMIZERS["adamw-foreach"]).start(guard=True)
+    for _ in range(2):
+        running.make_gradients()
+        running.optimizer.step()
+    with pytest.raises(OutOfMemoryError) as caught, fail_at(2, times=1000):
+        running.optimizer.step()
+    assert "Continue from the last checkpoint" in caught.value.__notes__[-1]
+
+
+def test_restored_state_is_a_first_step_again() -> None:
+    """After ``load_state_dict`` the state is new tensors, and a failure is still finished exactly."""
+    training = Training(*OPTIMIZERS["adamw-foreach"])
+    wanted = training.run()
+    running = training.start(guard=True)
+    for step in range(3):
+        running.make_gradients()
+        with fail_at(2 if step == 2 else ()) as fault:
+            running.optimizer.step()
+        if step == 1:
+            running.optimizer.load_state_dict(running.optimizer.state_dict())
+    assert fault.raised == 1
+    assert same(wanted.parameters, running.outcome().parameters)
