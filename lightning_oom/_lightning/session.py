@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_oom.memory import MemoryReading
     from lightning_oom.recovery.events import StepOutcome
     from lightning_oom.recovery.knowledge import Knowledge, RowsPolicies
+    from lightning_oom.recovery.plan import Failure
     from lightning_oom.recovery.snapshot.part import Part
 
 __all__ = ["RecoveryOptions", "RecoverySession"]
@@ -67,6 +68,7 @@ class RecoverySession:
         is_wanted: Asked at every step; while it says no, errors pass through.
         report: Called with the outcome of each batch that ran out of memory, and its stage.
         report_optimizer: Called with a sentence after an update or clipping that was finished.
+        observe: Called with each out-of-memory error of a step before anything of it is freed.
         warn: Called with a sentence when a split would change logged values.
     """
 
@@ -80,6 +82,7 @@ class RecoverySession:
         is_wanted: Callable[[], bool],
         report: Callable[[StepOutcome], None],
         report_optimizer: Callable[[str], None],
+        observe: Callable[[Exception, Failure], None],
         warn: Callable[[str], None],
     ) -> None:
         self.trainer = trainer
@@ -89,6 +92,7 @@ class RecoverySession:
         self.is_wanted = is_wanted
         self.report = report
         self.report_optimizer = report_optimizer
+        self.observe = observe
         self.warn = warn
         own = getattr(module, "split_batch", None)
         self._split_fn = options.split_fn or (own if callable(own) else None)
@@ -191,6 +195,7 @@ class RecoverySession:
             ladder=ladder,
             policies=policies,
             report=self.report,
+            observe=self.observe,
             split_fn=self._split_fn,
             max_rows=options.max_rows,
             split_inseparable=options.split_inseparable,

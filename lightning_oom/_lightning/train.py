@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_oom._lightning.log_check import differing_logs, explain_differing_logs
+from lightning_oom._lightning.log_check import explain_differing_logs
 from lightning_oom._lightning.progress import Progress
 from lightning_oom._lightning.results import LogRecorder, ResultsPart
+from lightning_oom._lightning.slice_check import SliceCheck
 from lightning_oom._lightning.support import overrides
 from lightning_oom.recovery.batches import split_batch
 from lightning_oom.recovery.batchnorm import merged_batchnorm
 from lightning_oom.recovery.chunked import chunked_children
-from lightning_oom.recovery.classify import classify_oom
-from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.gradients import GradientGuard
 from lightning_oom.recovery.outputs import merge_outputs
 from lightning_oom.recovery.part_rows import rows_of_parts
-from lightning_oom.recovery.separability import check_separable
 from lightning_oom.recovery.snapshot import Attributes, BatchContainers, merge_attributes
 from lightning_oom.undo import Undo, shadow
 
@@ -367,78 +365,28 @@ class TrainProgram:
             )
         return [amount / total for amount in amounts]
 
-    # -- separability
+    # -- before the first split
     def check_separability(self) -> Separability:
-        """Compare a slice with its parts: gradients, or losses where gradients do not fit.
-
-        The engine puts the state back.
-        """
-        verdict = self._separability()
-        if verdict.separable:
-            self._check_logs()
-        return verdict
-
-    def _check_logs(self) -> None:
-        """Warn of logged values that micro-batches cannot give; never a reason to fail."""
+        """Compare a slice with its parts; the engine puts the state back."""
         setup, saved = self.setup, self._saved
-        if saved is None:
-            return
-        try:
-            names = differing_logs(
-                setup.trainer,
-                self._run_step,
-                self._fresh_batch(),
-                log_merge=setup.log_merge,
-                weight_fn=setup.weight_fn,
-                restore=saved.restore,
-            )
-        except Exception:  # the check runs user code on few rows, which may not be made for it
-            return
-        if names:
-            setup.warn(explain_differing_logs(names))
+        check = SliceCheck(
+            setup.trainer,
+            self._run_step,
+            self._fresh_batch(),
+            weight_fn=setup.weight_fn,
+            split_fn=setup.split_fn,
+        )
+        verdict = check.separability()
+        if verdict.separable and saved is not None:
+            names = check.differing_logs(setup.log_merge, restore=saved.restore)
+            if names:
+                setup.warn(explain_differing_logs(names))
+        return verdict
 
     def _run_step(self, batch: Any) -> Any:
         if self.on_host:
             batch = self.setup.transfer.move(batch)
         return self.setup.loop._make_step_fn(OrderedDict(self.kwargs, batch=batch))()
-
-    def _separability(self) -> Separability:
-        named = [(n, p) for n, p in self.setup.module.named_parameters() if p.requires_grad]
-        try:
-            with torch.enable_grad():
-                return self._compare(
-                    lambda loss: torch.autograd.grad(
-                        loss, [p for _, p in named], allow_unused=True
-                    ),
-                    [name for name, _ in named],
-                )
-        except Exception as error:
-            if classify_oom(error) is None:
-                raise
-            clear_frames(error)
-        collect_garbage()
-        with torch.no_grad():
-            return self._compare(lambda loss: [loss.detach()], ["loss"])
-
-    def _compare(
-        self, measure: Callable[[torch.Tensor], Sequence[torch.Tensor | None]], names: list[str]
-    ) -> Separability:
-        setup = self.setup
-
-        def measures_of(batch: Any) -> Sequence[torch.Tensor | None]:
-            loss = self._run_step(batch).closure_loss
-            if loss is None or (torch.is_grad_enabled() and not loss.requires_grad):
-                return [None] * len(names)
-            return measure(loss)
-
-        with LogRecorder(setup.trainer, rows=[1]):
-            return check_separable(
-                measures_of,
-                self._fresh_batch(),
-                names=names,
-                weight_fn=setup.weight_fn,
-                split_fn=setup.split_fn,
-            )
 
 
 def _without_hooks(tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:  # noqa: ARG001 - Lightning's signature

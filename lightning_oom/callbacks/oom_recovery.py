@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch import Tensor
 
+    from lightning_oom.recovery.plan import Failure
+
 __all__ = ["OOMRecovery"]
 
 _RUNGS = ("release", "chunk", "split")
@@ -199,6 +201,7 @@ class OOMRecovery(Callback):
             is_wanted=self._is_wanted,
             report=self._report,
             report_optimizer=self._report_optimizer,
+            observe=self._observe,
             warn=self._warn_of_logs,
         )
         if fit:
@@ -261,6 +264,27 @@ class OOMRecovery(Callback):
         self._close()
 
     # -- telling
+    def _observe(self, error: Exception, failure: Failure) -> None:
+        """Let callbacks with a method ``on_oom`` look, while everything is still in memory."""
+        trainer = self._trainer
+        if trainer is None:
+            return
+        for callback in _callbacks(trainer):
+            look = getattr(callback, "on_oom", None)
+            if look is not None:
+                with contextlib.suppress(Exception):  # an observer never hides the OOM
+                    look(trainer, trainer.lightning_module, error, failure)
+
+    def _tell_outcome(self, outcome: StepOutcome) -> None:
+        trainer = self._trainer
+        if trainer is None:
+            return
+        for callback in _callbacks(trainer):
+            hear = getattr(callback, "on_oom_outcome", None)
+            if hear is not None:
+                with contextlib.suppress(Exception):  # an observer never hides the OOM
+                    hear(trainer, trainer.lightning_module, outcome)
+
     def _report(self, outcome: StepOutcome) -> None:
         self.summary = self.summary.after(outcome)
         with contextlib.suppress(Exception):  # a failing console never hides the OOM
@@ -269,6 +293,7 @@ class OOMRecovery(Callback):
         if outcome.skipped:
             warnings.warn(outcome.note(), StepSkippedWarning, stacklevel=2)
         self._log(outcome)
+        self._tell_outcome(outcome)
 
     def _place(self, stage: str) -> str:
         trainer = self._trainer

@@ -106,6 +106,7 @@ class GuardedStep:
         split_inseparable: Split also where the gradients of the parts do not add up.
         on_unrecoverable: ``"raise"`` or ``"skip"``.
         report: Called with one :class:`StepOutcome` per batch that ran out of memory.
+        observe: Called with each error and its facts before anything of it is freed.
 
     Note:
         Cost without an OOM: the snapshot, one description of the batch and one look at the policy.
@@ -119,6 +120,7 @@ class GuardedStep:
         ladder: Ladder,
         policies: RowsPolicies,
         report: Callable[[StepOutcome], None],
+        observe: Callable[[Exception, Failure], None] | None = None,
         split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
         max_rows: int | None = None,
         split_inseparable: bool = False,
@@ -129,6 +131,7 @@ class GuardedStep:
         self.ladder = ladder
         self.policies = policies
         self.report = report
+        self.observe = observe
         self.split_fn = split_fn
         self.max_rows = max_rows
         self.split_inseparable = split_inseparable
@@ -163,6 +166,7 @@ class GuardedStep:
                 failure = self._failure(program, plan, caught)
                 if failure is None:
                     raise
+                self._observe(caught, failure)
                 clear_frames(caught)
                 error = caught
             if failure is None:
@@ -185,6 +189,11 @@ class GuardedStep:
         return Failure(
             plan=plan, cause=cause, phase=program.phase, seconds=0.0, reading=self._read()
         )
+
+    def _observe(self, error: Exception, failure: Failure) -> None:
+        if self.observe is not None:
+            with contextlib.suppress(Exception):  # an observer's failure never hides the OOM
+                self.observe(error, failure)
 
     def _after_failure(
         self, program: Program, trial: Trial, saved: SavedSnapshot, failure: Failure, started: float

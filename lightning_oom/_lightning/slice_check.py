@@ -1,0 +1,112 @@
+"""What a split would change, found out on a few rows before the first one: gradients and logs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_oom._lightning.log_check import differing_logs
+from lightning_oom._lightning.results import LogRecorder
+from lightning_oom.recovery.classify import classify_oom
+from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
+from lightning_oom.recovery.separability import check_separable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from lightning.pytorch import Trainer
+    from torch import Tensor
+
+    from lightning_oom.recovery.separability import Separability
+
+__all__ = ["SliceCheck"]
+
+
+class SliceCheck:
+    """Runs a training step on a slice and on its parts.
+
+    Args:
+        trainer: The trainer whose module logs; nothing that the runs log is kept.
+        step: Runs the step and returns the loop's result, with ``closure_loss``.
+        batch: The slice is taken from it.
+        weight_fn: Weight of a part, ``None`` for its rows.
+        split_fn: The user's way to cut a batch, or ``None``.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        weight_fn: Callable[[Any], float | Tensor] | None,
+        split_fn: Callable[[Any, int], Sequence[Any]] | None,
+    ) -> None:
+        self.trainer = trainer
+        self.step = step
+        self.batch = batch
+        self.weight_fn = weight_fn
+        self.split_fn = split_fn
+
+    def separability(self) -> Separability:
+        """Compare gradients, or losses where the gradients of a slice do not fit.
+
+        Raises:
+            Exception: Not even the losses fit: the out-of-memory error.
+        """
+        module = self.trainer.lightning_module
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        parameters = [p for _, p in named]
+        try:
+            with torch.enable_grad():
+                return self._compare(
+                    lambda loss: torch.autograd.grad(loss, parameters, allow_unused=True),
+                    [name for name, _ in named],
+                )
+        except Exception as error:
+            if classify_oom(error) is None:
+                raise
+            clear_frames(error)
+        collect_garbage()
+        with torch.no_grad():
+            return self._compare(lambda loss: [loss.detach()], ["loss"])
+
+    def _compare(
+        self, measure: Callable[[Tensor], Sequence[Tensor | None]], names: list[str]
+    ) -> Separability:
+        def measures_of(batch: Any) -> Sequence[Tensor | None]:
+            loss = self.step(batch).closure_loss
+            if loss is None or (torch.is_grad_enabled() and not loss.requires_grad):
+                return [None] * len(names)
+            return measure(loss)
+
+        with LogRecorder(self.trainer, rows=[1]):
+            return check_separable(
+                measures_of,
+                self.batch,
+                names=names,
+                weight_fn=self.weight_fn,
+                split_fn=self.split_fn,
+            )
+
+    def differing_logs(
+        self, log_merge: Mapping[str, str], *, restore: Callable[[], object]
+    ) -> tuple[str, ...]:
+        """Return the logged names that a split would change; empty when that cannot be found out.
+
+        Args:
+            log_merge: The user's rules; names in it are taken to be right.
+            restore: Puts back what a run of the step changes.
+        """
+        try:
+            return differing_logs(
+                self.trainer,
+                self.step,
+                self.batch,
+                log_merge=log_merge,
+                weight_fn=self.weight_fn,
+                restore=restore,
+            )
+        except Exception:  # user code on few rows, which it may not be made for
+            return ()
