@@ -40,6 +40,7 @@ __all__ = [
     "has_kernel",
     "host_storage_at",
     "is_backward_multithreaded",
+    "let_hooks_be_disabled",
     "module_buffers",
     "non_persistent_names",
     "python_backend_bases",
@@ -252,3 +253,44 @@ def step_hooks(
         [_global_optimizer_pre_hooks, own._optimizer_step_pre_hooks],
         [own._optimizer_step_post_hooks, _global_optimizer_post_hooks],
     )
+
+
+def let_hooks_be_disabled(hooks: Any) -> Callable[[], None]:
+    """Let ``disable_saved_tensors_hooks`` work while ``hooks`` are the only ones that are entered.
+
+    ``torch.func`` transforms disable hooks around their work and refuse to run below any. Inside of
+    such a block these ones are taken off and put back at its end.
+
+    Args:
+        hooks: An entered ``torch.autograd.graph.saved_tensors_hooks``.
+
+    Returns:
+        The undo. Nothing is changed where torch cannot say whose hooks are on top.
+    """
+    graph: Any = torch.autograd.graph
+    disable = graph.disable_saved_tensors_hooks
+    look = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if look is None:
+        return lambda: None
+
+    @contextmanager
+    def disable_others(error_message: str) -> Iterator[None]:
+        top = look(True)
+        if top is None or top[0] != hooks.pack_hook:
+            with disable(error_message):
+                yield
+            return
+        hooks.__exit__(None, None, None)
+        try:
+            with disable(error_message):
+                yield
+        finally:
+            hooks.__enter__()
+
+    graph.disable_saved_tensors_hooks = disable_others
+
+    def undo() -> None:
+        if graph.disable_saved_tensors_hooks is disable_others:
+            graph.disable_saved_tensors_hooks = disable
+
+    return undo
