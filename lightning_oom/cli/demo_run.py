@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
@@ -123,8 +123,9 @@ def train(
     Raises:
         Exception: Anything but an OOM that the training raises.
     """
-    seed_everything(seed, verbose=False)
-    model = TinyGPT(block_length=block_length)
+    with torch.random.fork_rng(devices=[]):  # nothing else is random: the data has its own seed
+        torch.manual_seed(seed)
+        model = TinyGPT(block_length=block_length)
     data = StdlibFunctions(block_length=block_length, seed=seed)
     watch = _PeakOfEachShape(device)
     data.setup("fit")  # tokenizing is no part of the training time
