@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_oom import errors, testing
+    from lightning_oom.callbacks.cache_cleaner import CacheCleaner
+    from lightning_oom.callbacks.memory_monitor import MemoryMonitor
     from lightning_oom.callbacks.oom_recovery import OOMRecovery
     from lightning_oom.memory import MemoryReading, read_memory
+    from lightning_oom.memory.step_memory import StepMemory
     from lightning_oom.recovery.classify import OOMCause, classify_oom
     from lightning_oom.recovery.events import RecoverySummary, StepOutcome
 
 __all__ = [
+    "CacheCleaner",
+    "MemoryMonitor",
     "MemoryReading",
     "OOMCause",
     "OOMRecovery",
     "RecoverySummary",
+    "StepMemory",
     "StepOutcome",
     "classify_oom",
     "errors",
@@ -29,10 +35,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CacheCleaner": "lightning_oom.callbacks.cache_cleaner",
+    "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
     "MemoryReading": "lightning_oom.memory",
     "OOMCause": "lightning_oom.recovery.classify",
     "OOMRecovery": "lightning_oom.callbacks.oom_recovery",
     "RecoverySummary": "lightning_oom.recovery.events",
+    "StepMemory": "lightning_oom.memory.step_memory",
     "StepOutcome": "lightning_oom.recovery.events",
     "classify_oom": "lightning_oom.recovery.classify",
     "read_memory": "lightning_oom.memory",

@@ -37,9 +37,11 @@ __all__ = [
     "counts_list_writes",
     "dlpack_of",
     "foreach_copy",
+    "graph_node_order",
     "has_kernel",
     "host_storage_at",
     "is_backward_multithreaded",
+    "is_compiled",
     "let_hooks_be_disabled",
     "module_buffers",
     "non_persistent_names",
@@ -47,6 +49,7 @@ __all__ = [
     "read_version",
     "redispatch_of",
     "replace_backward",
+    "saved_in_node",
     "scaler_stages",
     "schema_of",
     "set_backward_multithreaded",
@@ -294,3 +297,44 @@ def let_hooks_be_disabled(hooks: Any) -> Callable[[], None]:
             graph.disable_saved_tensors_hooks = disable
 
     return undo
+
+
+_LEAF_ORDER = 2**63
+"""Parameters' own nodes carry the largest number there is, so that they run first."""
+
+
+def graph_node_order(node: Any) -> int | None:
+    """Return a number that grows with each node that a thread adds to its graphs.
+
+    ``None`` for nodes of leaves, and where torch does not tell.
+    """
+    number = getattr(node, "_sequence_nr", None)
+    order = None if number is None else int(number())
+    return None if order is None or order >= _LEAF_ORDER else order
+
+
+def saved_in_node(node: Any) -> list[torch.Tensor]:
+    """Return the tensors that a node of a graph keeps for its backward, running no hook."""
+    found = []
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                raw = getattr(node, name)
+                entries = raw if isinstance(raw, (tuple, list)) else (raw,)
+                values = [entry.data for entry in entries if entry is not None]
+            except (RuntimeError, AttributeError):  # freed, or an older torch
+                continue
+            found += [value for value in values if isinstance(value, torch.Tensor)]
+    return found
+
+
+def is_compiled(function: Any) -> bool:
+    """Say whether a function, or what it wraps, was made by ``torch.compile``.
+
+    Once that has been used, the functions that it is not to look into carry its marks as well.
+    """
+    while function is not None:
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            return not getattr(function, "_torchdynamo_disable", False)
+        function = getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
+    return False

@@ -11,6 +11,8 @@
     ├── RecoveryDisabledWarning                OOM errors pass through unchanged in this run
     ├── NotSeparableWarning                    a split changes what the step computes
     ├── StepSkippedWarning                     a batch was given up
+    ├── NearLimitWarning                       a peak came nearer to the limit than wanted
+    ├── MemoryLeakWarning                      something grows from step to step
     └── AmbiguousOOMWarning                    an error that may or may not be an OOM
 
 An out-of-memory error itself is never replaced: what the user sees last is the exception that torch
@@ -24,6 +26,8 @@ __all__ = [
     "BatchSplitError",
     "LightningOOMError",
     "LightningOOMWarning",
+    "MemoryLeakWarning",
+    "NearLimitWarning",
     "NotSeparableError",
     "NotSeparableWarning",
     "RecoveryDisabledWarning",
@@ -68,6 +72,14 @@ class NotSeparableWarning(LightningOOMWarning):
 
 class StepSkippedWarning(LightningOOMWarning):
     """A batch was given up and left out of the training."""
+
+
+class NearLimitWarning(LightningOOMWarning):
+    """A peak came nearer to the limit of the device than the run was meant to come."""
+
+
+class MemoryLeakWarning(LightningOOMWarning):
+    """Something holds more tensors from step to step; the message names it."""
 
 
 class AmbiguousOOMWarning(LightningOOMWarning):
