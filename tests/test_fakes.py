@@ -115,6 +115,8 @@ def test_the_row_limit_fails_above_its_rows_only():
     with pytest.raises(OutOfMemoryError, match="Tried to allocate"):
         limit(x)
     assert limit.refused.numbers == [5]
+    with torch.no_grad():
+        assert limit(x) is x
     assert RowLimit(None)(x) is x
 
 

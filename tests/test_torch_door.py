@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,16 @@ def test_the_door_says_what_each_name_is_for() -> None:
     ]
 
     assert silent == []
+
+
+def test_a_compiled_function_is_told_from_others() -> None:
+    """Also through a method and a wrapper; what the compiler is told to leave alone is none."""
+
+    def plain() -> int:
+        return 1
+
+    compiled = torch.compile(plain, backend="eager")
+    assert door.is_compiled(compiled)
+    assert door.is_compiled(functools.wraps(compiled)(lambda: compiled()))
+    assert not door.is_compiled(plain)
+    assert not door.is_compiled(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step)

@@ -140,6 +140,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:predict returned None")
 @pytest.mark.parametrize("form", OUTPUTS)
 def test_predictions_are_joined(form):
     """Each form of output is that of the whole batch, in the order of its rows."""
@@ -161,6 +162,7 @@ def test_predictions_are_joined(form):
     assert compare(predict(None), predict(8, recovery()), tolerance=ROUNDING) == []
 
 
+@pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
 def test_a_prediction_writer_sees_whole_batches():
     """One call a batch, with the joined prediction."""
 
