@@ -30,6 +30,7 @@ __all__ = [
     "OutOfMemoryError",
     "TorchDispatchMode",
     "WatchingMode",
+    "allocation_sites",
     "around_backward",
     "aten_operators",
     "backend_slot_name",
@@ -49,6 +50,7 @@ __all__ = [
     "read_version",
     "redispatch_of",
     "replace_backward",
+    "saved_by",
     "saved_in_node",
     "scaler_stages",
     "schema_of",
@@ -338,3 +340,57 @@ def is_compiled(function: Any) -> bool:
             return not getattr(function, "_torchdynamo_disable", False)
         function = getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
     return False
+
+
+@functools.cache
+def _saved_names(node_type: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def saved_by(node: Any) -> Iterator[torch.Tensor]:
+    """Give the tensors that a node of an autograd graph keeps; nothing is unpacked or computed.
+
+    Args:
+        node: The ``grad_fn`` of a tensor, or one below it.
+
+    Returns:
+        What was saved without hooks, or under hooks that keep it as an object with a ``tensor``.
+        Nothing where torch does not tell (before 2.9), or the node was released.
+    """
+    for name in _saved_names(type(node)):
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # released by the backward pass
+            return
+        for saved in found if isinstance(found, (tuple, list)) else (found,):
+            if not hasattr(saved, "unpack_hook"):
+                continue
+            try:
+                kept = saved.data
+            except RuntimeError:
+                continue
+            kept = kept if isinstance(kept, torch.Tensor) else getattr(kept, "tensor", None)
+            if isinstance(kept, torch.Tensor):
+                yield kept
+
+
+def allocation_sites(device: torch.device) -> dict[int, str]:
+    """Return address -> line of Python that allocated it, where CUDA's history is being recorded.
+
+    Args:
+        device: The device.
+    """
+    is_recording = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    if device.type != "cuda" or is_recording is None or not is_recording():
+        return {}
+    sites: dict[int, str] = {}
+    for segment in torch.cuda.memory._snapshot(device)["segments"]:
+        address = segment.get("address", 0)
+        for block in segment.get("blocks", ()):
+            address = block.get("address", address)
+            for frame in block.get("frames", ()):
+                if "/torch/" not in frame["filename"] and frame["filename"].endswith(".py"):
+                    sites[address] = f"{frame['filename']}:{frame['line']} in {frame['name']}"
+                    break
+            address += block.get("size", 0)
+    return sites

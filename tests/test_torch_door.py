@@ -324,6 +324,6 @@ def test_a_compiled_function_is_told_from_others() -> None:
 
     compiled = torch.compile(plain, backend="eager")
     assert door.is_compiled(compiled)
-    assert door.is_compiled(functools.wraps(compiled)(lambda: compiled()))
+    assert door.is_compiled(functools.wraps(compiled)(functools.partial(compiled)))
     assert not door.is_compiled(plain)
     assert not door.is_compiled(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step)

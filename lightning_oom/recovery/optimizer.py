@@ -18,13 +18,12 @@ while nothing has changed. Nothing is allocated for that: the peak stays what it
 from __future__ import annotations
 
 import functools
-import inspect
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_oom._torch import counts_list_writes, step_hooks
+from lightning_oom._torch import counts_list_writes, is_compiled, step_hooks
 from lightning_oom.errors import add_note
 from lightning_oom.memory import read_memory
 from lightning_oom.recovery.classify import classify_oom
@@ -32,7 +31,7 @@ from lightning_oom.recovery.cleanup import clear_frames
 from lightning_oom.recovery.portions import only, portions_of, reserve
 from lightning_oom.recovery.recording import RecordedUpdate
 from lightning_oom.recovery.resume import CountedUpdate, ResumeImpossibleError, UpdateState
-from lightning_oom.recovery.update_kinds import find_kind
+from lightning_oom.recovery.update_kinds import find_kind, is_guardable
 from lightning_oom.undo import Undo, shadow
 
 if TYPE_CHECKING:
@@ -43,30 +42,6 @@ __all__ = ["OptimizerGuard", "is_guardable"]
 _CHECK_EVERY = 16  # steps between two looks at the counters while memory is plentiful
 _TRIES = 3  # how often an update is resumed
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def is_guardable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an interrupted update of the optimizer can be finished.
-
-    True for torch's own optimizers, and for subclasses that leave the update as it is. Not for
-    ``LBFGS``, which interleaves its update with calls of the closure, not with ``differentiable``,
-    and not for others: they may write through ``.data``, which leaves no trace.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> is_guardable(torch.optim.AdamW([weight])), is_guardable(torch.optim.LBFGS([weight]))
-        (True, False)
-    """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return False
-    kind = type(optimizer)
-    parts = [getattr(kind, name, None) for name in ("step", "_init_group")]
-    return all(
-        inspect.unwrap(part).__module__.startswith("torch.optim")
-        for part in parts
-        if part is not None
-    ) and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 class OptimizerGuard:
@@ -103,12 +78,12 @@ class OptimizerGuard:
         self.report = report
         self.kind = find_kind(optimizer)
         self._update: Callable[..., Any] = optimizer.step
-        self._is_active = is_guardable(optimizer) and not _is_compiled(optimizer.step)
+        self._is_active = is_guardable(optimizer) and not is_compiled(optimizer.step)
         self._steps_until_check = 0
         self._is_scarce = False
         self._probe = torch.zeros(1)
         self._settled: set[int] = set()  # ids of parameters whose first step is over
-        self._settled_state: Any = None
+        self._settled_key = (0, 0)  # of the state that they have
 
     def install(self) -> Undo:
         """Put the guard in front of ``optimizer.step``; return its undo."""
@@ -211,9 +186,11 @@ class OptimizerGuard:
 
     def _is_fresh(self, before: UpdateState) -> bool:
         """Whether a parameter steps for the first time: its state is yet to be made."""
-        if self._settled_state is not self.optimizer.state:
-            self._settled_state = self.optimizer.state
-            self._settled.clear()
+        state = self.optimizer.state
+        key = (id(state), len(state))
+        if key[0] != self._settled_key[0] or key[1] < self._settled_key[1]:
+            self._settled.clear()  # loaded, or emptied
+        self._settled_key = key
         return not self._settled.issuperset(map(id, before.trained))
 
     def _attempt(self, before: UpdateState, *, fresh: bool) -> RecordedUpdate | CountedUpdate:
@@ -387,15 +364,3 @@ _OPAQUE = (
 _REPEATED = "an optimizer step ran out of memory before its first write and was repeated"
 _RESUMED = "an optimizer step ran out of memory and was resumed where it stopped"
 _PORTIONED = "an optimizer step was done a few parameters at a time for want of memory"
-
-
-def _is_compiled(step: Any) -> bool:
-    """Whether a step, or what it wraps, was made by ``torch.compile``.
-
-    Once that has been used, the steps that it is not to look into carry its marks as well.
-    """
-    while step is not None:
-        if hasattr(step, "_torchdynamo_orig_callable"):
-            return not getattr(step, "_torchdynamo_disable", False)
-        step = getattr(step, "__wrapped__", None) or getattr(step, "__func__", None)
-    return False

@@ -8,6 +8,7 @@ group at once, the others for one parameter, plus what is left of the one before
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from lightning_oom._torch import sparse_parts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["UpdateKind", "find_kind", "num_bytes", "runs_on_lists"]
+__all__ = ["UpdateKind", "find_kind", "is_guardable", "num_bytes", "runs_on_lists"]
 
 _Group = dict[str, Any]
 _DISTANT_STEP = 1e6  # ASGD averages from a step on; this is its default, and means never
@@ -97,6 +98,30 @@ def find_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
         if kind in _KINDS:
             return _KINDS[kind]
     return _UNKNOWN
+
+
+def is_guardable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an interrupted update of the optimizer can be finished.
+
+    True for torch's own optimizers, and for subclasses that leave the update as it is. Not for
+    ``LBFGS``, which interleaves its update with calls of the closure, not with ``differentiable``,
+    and not for others: they may write through ``.data``, which leaves no trace.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> is_guardable(torch.optim.AdamW([weight])), is_guardable(torch.optim.LBFGS([weight]))
+        (True, False)
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return False
+    kind = type(optimizer)
+    parts = [getattr(kind, name, None) for name in ("step", "_init_group")]
+    return all(
+        inspect.unwrap(part).__module__.startswith("torch.optim")
+        for part in parts
+        if part is not None
+    ) and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 def runs_on_lists(group: _Group, device: torch.device) -> bool:
