@@ -42,7 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
     for rung, guard, scenario in plan:
         if options.only in f"{rung}: {scenario.name}":
             started = time.perf_counter()
-            campaign = run_campaign(scenario, guard, max_faults=options.faults)
+            try:
+                campaign = run_campaign(scenario, guard, max_faults=options.faults)
+            except Exception as error:  # one broken row does not hide the others
+                wrong += 1
+                print(f"{rung}: {scenario.name}".ljust(66), f"broken: {error!r}", flush=True)
+                continue
             rate = (len(campaign.outcomes) + 2) / (time.perf_counter() - started)
             print(f"{rung}: {scenario.name}".ljust(66), campaign.row(), f"{rate:>6.1f}", flush=True)
             explanation = campaign.explain()

@@ -89,7 +89,10 @@ def cell_is_full(cell: Any) -> bool:
 
 
 def foreign_tensors(root: Any, allowed: set[int]) -> list[tuple[int, ...]]:
-    """Shapes of tensors that can be reached from ``root`` without passing trainer or model."""
+    """Shapes of tensors that can be reached from ``root`` without passing trainer or model.
+
+    A single number without a graph is no memory.
+    """
     stops = (Trainer, nn.Module, torch.optim.Optimizer, DataLoader, type, ModuleType)
     seen, stack, found = {id(root)}, [root], []
     while stack:
@@ -99,7 +102,7 @@ def foreign_tensors(root: Any, allowed: set[int]) -> list[tuple[int, ...]]:
                 continue
             seen.add(id(item))
             if issubclass(kind, Tensor):
-                if id(item) not in allowed:
+                if id(item) not in allowed and (item.numel() > 1 or item.grad_fn is not None):
                     found.append(tuple(item.shape))
             elif kind.__module__.split(".")[0] in OUR_WORLD:
                 stack.append(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +15,10 @@ from states import compare
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
 ROUNDING = 1e-5
 
 
@@ -23,29 +27,29 @@ def limited() -> TinyRegressor:
     return TinyRegressor(fits_rows=8)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Be aware that when using .ckpt_path."
-)  # ModelCheckpoint is gone
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_learned_limits_survive_a_resume(tmp_path):
     """A checkpoint written in mid-epoch carries them: the resumed run never tries the whole."""
-    folder = tmp_path / "checkpoints"
-    saving = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    rows, guard = [32, 8, 32, 8], recovery(ladder=("split",))
+    rows = [32, 8, 32, 8]
 
-    whole, _ = fit(TinyRegressor, batches_of(rows))
-    first, _ = fit(limited, batches_of(rows), guard, saving, enable_checkpointing=True)
-    again = recovery(ladder=("split",))
-    torch.manual_seed(11)
-    model, trainer = limited(), quiet(again)
-    trainer.fit(model, batches_of(rows), ckpt_path=folder / "step=2.ckpt")
+    def stop_and_resume(make: Callable[[], Any], folder: Path, *guards: Any) -> Any:
+        """Write a checkpoint after two batches, then go on from it with another trainer."""
+        saving = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        fit(make, batches_of(rows), *guards[:1], saving, enable_checkpointing=True)
+        torch.manual_seed(12)
+        model, trainer = make(), quiet(*guards[1:])
+        trainer.fit(model, batches_of(rows), ckpt_path=folder / "step=2.ckpt")
+        return trainer, model
 
-    assert 32 in first.lightning_module.limit.refused.numbers
+    first, second = recovery(ladder=("split",)), recovery(ladder=("split",))
+    expected, reference = stop_and_resume(TinyRegressor, tmp_path / "unlimited")
+    actual, model = stop_and_resume(limited, tmp_path / "limited", first, second)
+
     assert 32 not in model.limit.refused.numbers
-    assert again.summary.num_failed_attempts < guard.summary.num_failed_attempts
-    assert trainer.global_step == first.global_step == 4
-    assert compare(weights(whole.lightning_module), weights(model), tolerance=ROUNDING) == []
-    assert compare(weights(first.lightning_module), weights(model)) == []
+    assert second.summary.num_failed_attempts < first.summary.num_failed_attempts
+    assert actual.global_step == expected.global_step
+    assert compare(weights(reference), weights(model), tolerance=ROUNDING) == []
 
 
 def test_what_a_checkpoint_holds_is_plain(tmp_path):
