@@ -208,6 +208,9 @@ class EvaluationProgram:
             reason="evaluation steps have no gradients to compare",
         )
 
+    def estimate_chunk_gain(self) -> None:
+        """Never asked for: evaluation is not chunked."""
+
     def _run_step(self, batch: Any) -> Any:
         if self.on_host:
             batch = self.setup.transfer.move(batch)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_oom._lightning.closing import install_closing_guard
 from lightning_oom._lightning.evaluation import EvaluationSetup, install_steps
-from lightning_oom._lightning.train import TrainSetup, install_closures
+from lightning_oom._lightning.train import install_closures
+from lightning_oom._lightning.train_setup import TrainSetup
 from lightning_oom._lightning.transfer import Transfer
 from lightning_oom.memory import read_memory, release_cached
 from lightning_oom.recovery.classify import OOMCause, classify_oom

@@ -8,6 +8,8 @@ import torch
 
 from lightning_oom._lightning.log_check import differing_logs
 from lightning_oom._lightning.results import LogRecorder
+from lightning_oom.recovery.batches import count_rows, take_rows
+from lightning_oom.recovery.chunk_gain import ChunkGain, estimate_chunk_gain
 from lightning_oom.recovery.classify import classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.separability import check_separable
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from lightning_oom.recovery.separability import Separability
 
 __all__ = ["SliceCheck"]
+
+_SLICE_ROWS = 4
 
 
 class SliceCheck:
@@ -89,6 +93,16 @@ class SliceCheck:
                 weight_fn=self.weight_fn,
                 split_fn=self.split_fn,
             )
+
+    def chunk_gain(self) -> ChunkGain | None:
+        """Count what a slice keeps inside and outside the module's children."""
+        rows = count_rows(self.batch)
+        if not rows:
+            return None
+        part = take_rows(self.batch, 0, min(rows, _SLICE_ROWS))
+        module = self.trainer.lightning_module
+        with LogRecorder(self.trainer, rows=[1]):
+            return estimate_chunk_gain(module, lambda: self.step(part).closure_loss)
 
     def differing_logs(
         self, log_merge: Mapping[str, str], *, restore: Callable[[], object]

@@ -10,75 +10,27 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_oom._lightning.log_check import explain_differing_logs
-from lightning_oom._lightning.progress import Progress
-from lightning_oom._lightning.results import LogRecorder, ResultsPart
+from lightning_oom._lightning.results import LogRecorder
 from lightning_oom._lightning.slice_check import SliceCheck
-from lightning_oom._lightning.support import overrides
 from lightning_oom.recovery.batches import split_batch
 from lightning_oom.recovery.batchnorm import merged_batchnorm
 from lightning_oom.recovery.chunked import chunked_children
-from lightning_oom.recovery.gradients import GradientGuard
 from lightning_oom.recovery.outputs import merge_outputs
 from lightning_oom.recovery.part_rows import rows_of_parts
-from lightning_oom.recovery.snapshot import Attributes, BatchContainers, merge_attributes
+from lightning_oom.recovery.snapshot import BatchContainers, merge_attributes
 from lightning_oom.undo import Undo, shadow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from lightning.pytorch import Trainer
-
-    from lightning_oom._lightning.transfer import Transfer
+    from lightning_oom._lightning.train_setup import TrainSetup
+    from lightning_oom.recovery.chunk_gain import ChunkGain
     from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
     from lightning_oom.recovery.separability import Separability
     from lightning_oom.recovery.snapshot import SavedSnapshot
     from lightning_oom.recovery.snapshot.part import Part
 
-__all__ = ["TrainProgram", "TrainSetup", "install_closures"]
-
-
-class TrainSetup:
-    """What all training programs of one fit share.
-
-    Args:
-        trainer: The trainer, after its optimizers exist.
-        transfer: The guard of batch transfers.
-        attributes: The part that keeps the module's attributes; merged after a split.
-        weight_fn: Weight of a micro-batch, ``None`` for its rows.
-        split_fn: The user's way to cut a batch, or ``None``.
-        log_merge: Name -> how values of micro-batches become one, for what cannot be inferred.
-        warn: Called with a sentence when a split would change logged values.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        *,
-        transfer: Transfer,
-        attributes: Attributes,
-        weight_fn: Callable[[Any], float | torch.Tensor] | None = None,
-        split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
-        log_merge: dict[str, str] | None = None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self.trainer = trainer
-        self.warn = warn
-        self.module = trainer.lightning_module
-        self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        self.transfer = transfer
-        self.attributes = attributes
-        self.weight_fn = weight_fn
-        self.split_fn = split_fn
-        self.log_merge = dict(log_merge or {})
-        self.gradients = GradientGuard(self.module.parameters())
-        self.progress = Progress(trainer)
-        self.results = ResultsPart(trainer)
-        self.chunk_verdicts: dict[str, Any] = {}
-        self.owns_zero_grad = overrides(self.module, "optimizer_zero_grad")
-        self.may_zero_first = not (
-            self.owns_zero_grad or overrides(self.module, "on_before_zero_grad")
-        )
-        self.zero_first = False
+__all__ = ["TrainProgram", "install_closures"]
 
 
 def install_closures(setup: TrainSetup, run: Callable[[TrainProgram], Any]) -> Undo:
@@ -369,19 +321,27 @@ class TrainProgram:
     def check_separability(self) -> Separability:
         """Compare a slice with its parts; the engine puts the state back."""
         setup, saved = self.setup, self._saved
-        check = SliceCheck(
-            setup.trainer,
-            self._run_step,
-            self._fresh_batch(),
-            weight_fn=setup.weight_fn,
-            split_fn=setup.split_fn,
-        )
+        check = self._slice_check()
         verdict = check.separability()
         if verdict.separable and saved is not None:
             names = check.differing_logs(setup.log_merge, restore=saved.restore)
             if names:
                 setup.warn(explain_differing_logs(names))
         return verdict
+
+    def estimate_chunk_gain(self) -> ChunkGain | None:
+        """Count, on a small slice, what chunks would save; the engine puts the state back."""
+        return self._slice_check().chunk_gain()
+
+    def _slice_check(self) -> SliceCheck:
+        setup = self.setup
+        return SliceCheck(
+            setup.trainer,
+            self._run_step,
+            self._fresh_batch(),
+            weight_fn=setup.weight_fn,
+            split_fn=setup.split_fn,
+        )
 
     def _run_step(self, batch: Any) -> Any:
         if self.on_host:

@@ -104,7 +104,7 @@ class _Counter:
                     self.inside += storage.nbytes()
                 else:
                     self.outside += storage.nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself would keep its own graph alive for ever
 
 
 def _unpack(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,12 +105,15 @@ class ChunkRung:
 
     Args:
         num_tries: Sizes tried before declining; each is what the policy proposes after the last.
+        most_kept_fraction: Chunks are not tried where even chunks of one row would keep more than
+            this fraction, in (0, 1], of what the step keeps for its backward.
     """
 
     name = "chunk"
 
-    def __init__(self, *, num_tries: int = 4) -> None:
+    def __init__(self, *, num_tries: int = 4, most_kept_fraction: float = 0.6) -> None:
         self.num_tries = num_tries
+        self.most_kept_fraction = most_kept_fraction
 
     def next_plan(self, trial: Trial) -> AttemptPlan | None:
         """Return a chunked attempt with fewer rows per chunk than before."""
@@ -121,12 +124,19 @@ class ChunkRung:
             trial.decline(self.name, "the batch has fewer than two rows")
         elif tried >= self.num_tries:
             trial.decline(self.name, "chunks did not lower the peak enough")
+        elif not tried and (kept := self._kept(trial)) > self.most_kept_fraction:
+            trial.decline(self.name, f"chunks of one row would keep {kept:.0%} of the activations")
         else:
             rows = _smaller(trial, "chunk")
             if rows is not None:
                 return AttemptPlan(rung=self.name, mode="chunk", rows_together=rows)
             trial.decline(self.name, "chunks of one row do not fit")
         return None
+
+    @staticmethod
+    def _kept(trial: Trial) -> float:
+        gain = trial.chunk_gain()
+        return 0.0 if gain is None or trial.rows is None else gain.kept_fraction(trial.rows, 1)
 
 
 class SplitRung:

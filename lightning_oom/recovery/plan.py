@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from lightning_oom.memory import MemoryReading
     from lightning_oom.recovery.batches import BatchSignature
+    from lightning_oom.recovery.chunk_gain import ChunkGain
     from lightning_oom.recovery.classify import OOMCause
     from lightning_oom.recovery.separability import Separability
 
@@ -89,6 +90,8 @@ class Trial:
         can_split: Whether the step's program can run micro-batches at all.
         can_chunk: Whether the step's program can chunk its children.
         separability: Checks (once per run and structure) that gradients of parts add up.
+        chunk_gain: Estimates (once per run and structure) what chunks would save; ``None`` for
+            unknown.
         propose: ``propose(mode)`` gives the rows that the policy would run together now.
         shrink: ``shrink(mode, failed_rows)`` gives fewer rows than failed, or ``None`` after one.
         gradients_droppable: Old gradients were alive when the last attempt failed, and a retry can
@@ -100,6 +103,7 @@ class Trial:
     rows: int | None
     signature: BatchSignature | None
     separability: Callable[[], Separability]
+    chunk_gain: Callable[[], ChunkGain | None]
     propose: Callable[[Mode], int]
     shrink: Callable[[Mode, int], int | None]
     split_refused: str | None = None

@@ -22,7 +22,7 @@ from lightning_oom.recovery.events import StepOutcome
 from lightning_oom.recovery.learning import RowsLearning
 from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
-from lightning_oom.recovery.separability import Separability
+from lightning_oom.recovery.slice_questions import SliceQuestions
 from lightning_oom.recovery.snapshot.compose import SavedSnapshot, Snapshot
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_oom.memory import MemoryReading
-    from lightning_oom.recovery.batches import BatchSignature
+    from lightning_oom.recovery.chunk_gain import ChunkGain
     from lightning_oom.recovery.knowledge import RowsPolicies
     from lightning_oom.recovery.ladder import Ladder
+    from lightning_oom.recovery.separability import Separability
     from lightning_oom.recovery.snapshot.part import Part
 
 __all__ = ["GuardedStep", "Program"]
@@ -81,7 +82,10 @@ class Program(Protocol):
         """Return whether a retry starts with less memory because old gradients go first."""
 
     def check_separability(self) -> Separability:
-        """Compare gradients of a small slice with those of its parts; state is put back."""
+        """Compare gradients of a small slice with those of its parts."""
+
+    def estimate_chunk_gain(self) -> ChunkGain | None:
+        """Count, on a small slice, what chunks would save; ``None`` where it cannot be known."""
 
     def give_up(self) -> Any:
         """Return what stands for a batch that was left out."""
@@ -136,7 +140,7 @@ class GuardedStep:
         self.max_rows = max_rows
         self.split_inseparable = split_inseparable
         self.on_unrecoverable = on_unrecoverable
-        self._verdicts: dict[str, Separability] = {}
+        self.questions = SliceQuestions(classify=self._recoverable, release=self._release)
         self.learning = RowsLearning(policies, device=device, read=self._read)
 
     # -- one step
@@ -256,7 +260,8 @@ class GuardedStep:
             split_refused=refused if self.split_fn is None else None,
             can_split=program.can_split,
             can_chunk=program.can_chunk,
-            separability=lambda: self._separability(program, signature, saved),
+            separability=lambda: self.questions.separability(program, signature, saved),
+            chunk_gain=lambda: self.questions.chunk_gain(program, signature, saved),
             propose=lambda mode: learning.propose(mode, signature, rows),
             shrink=lambda mode, failed: learning.shrink(mode, signature, rows, failed),
         )
@@ -326,36 +331,6 @@ class GuardedStep:
             return None
         self.learning.note_base(after)
         return max(0, before.allocated_bytes - after.allocated_bytes)
-
-    def _separability(
-        self, program: Program, signature: BatchSignature | None, saved: SavedSnapshot
-    ) -> Separability:
-        key = signature.structure if signature is not None else ""
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = self._check(program)
-            saved.restore()
-            program.reset()
-            self._release()
-            if verdict.conclusive:
-                self._verdicts[key] = verdict
-        return verdict
-
-    def _check(self, program: Program) -> Separability:
-        try:
-            return program.check_separability()
-        except Exception as caught:
-            cause = self._recoverable(caught)
-            if cause is None:
-                raise
-            clear_frames(caught)
-        return Separability(
-            separable=False,
-            largest_relative_difference=float("nan"),
-            parameter=None,
-            reason="a few rows do not fit, so whether the step may be split cannot be found out",
-            conclusive=False,
-        )
 
     def _close(
         self, program: Program, trial: Trial, plan: AttemptPlan, saved: SavedSnapshot

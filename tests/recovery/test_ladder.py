@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_oom.memory import MemoryReading
+from lightning_oom.recovery.chunk_gain import ChunkGain
 from lightning_oom.recovery.classify import OOMCause
 from lightning_oom.recovery.ladder import ChunkRung, Ladder, ReleaseRung, SplitRung
 from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
@@ -50,11 +51,12 @@ def _reading(allocated, limit):
     )
 
 
-def _trial(rows=8, *, separable=True, **changes):
+def _trial(rows=8, *, separable=True, gain=None, **changes):
     return Trial(
         rows=rows,
         signature=None,
         separability=lambda: _verdict(separable=separable),
+        chunk_gain=lambda: gain,
         propose=lambda mode: rows or 1,
         shrink=lambda mode, failed: failed // 2 or None,
         **changes,
@@ -95,6 +97,17 @@ def test_rungs_are_tried_in_order_until_a_row_is_left():
     assert [p for p in plans if p[0] == "split"] == [("split", 4), ("split", 2), ("split", 1)]
     assert set(trial.declined) == {"release", "chunk", "split"}
     assert trial.declined["split"] == "a single row does not fit"
+
+
+@pytest.mark.parametrize(("outside", "tried"), [(1, True), (1000, False)])
+def test_chunks_are_tried_only_where_they_save_enough(outside, tried):
+    """Where the outputs dominate, a chunked attempt would fail like the whole."""
+    trial = _trial(8, gain=ChunkGain(inside_bytes=100, outside_bytes=outside))
+
+    plans = _walk(Ladder([ChunkRung()]), trial)
+
+    assert bool(plans) is tried
+    assert tried or "would keep 92% of the activations" in trial.declined["chunk"]
 
 
 def test_an_inseparable_step_is_not_split():
