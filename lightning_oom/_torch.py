@@ -355,9 +355,10 @@ def saved_by(node: Any) -> Iterator[torch.Tensor]:
 
     Returns:
         What was saved without hooks, or under hooks that keep it as an object with a ``tensor``.
-        Nothing where torch does not tell (before 2.9), or the node was released.
+        Nothing where this torch release does not tell, or the node was released.
     """
-    for name in _saved_names(type(node)):
+    node_type: Any = type(node)
+    for name in _saved_names(node_type):
         try:
             found = getattr(node, name)
         except RuntimeError:  # released by the backward pass
