@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,20 +80,26 @@ class SliceCheck:
     def _compare(
         self, measure: Callable[[Tensor], Sequence[Tensor | None]], names: list[str]
     ) -> Separability:
+        losses: list[bool] = []
+
         def measures_of(batch: Any) -> Sequence[Tensor | None]:
             loss = self.step(batch).closure_loss
+            losses.append(loss is not None)
             if loss is None or (torch.is_grad_enabled() and not loss.requires_grad):
                 return [None] * len(names)
             return measure(loss)
 
         with LogRecorder(self.trainer, rows=[1]):
-            return check_separable(
+            verdict = check_separable(
                 measures_of,
                 self.batch,
                 names=names,
                 weight_fn=self.weight_fn,
                 split_fn=self.split_fn,
             )
+        if losses and not any(losses):  # this batch trains nothing, whole or in parts
+            return replace(verdict, separable=True, conclusive=False, reason="there is no loss")
+        return verdict
 
     def chunk_gain(self) -> ChunkGain | None:
         """Count what a slice keeps inside and outside the module's children."""

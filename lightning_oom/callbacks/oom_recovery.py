@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_oom._lightning.session import RecoveryOptions, RecoverySession
 from lightning_oom._lightning.support import reason_not_to_guard
 from lightning_oom.errors import (
+    AmbiguousOOMWarning,
     LightningOOMWarning,
     NotSeparableWarning,
     RecoveryDisabledWarning,
@@ -146,6 +147,9 @@ class OOMRecovery(Callback):
             raise ValueError(f"max_rows is at least 1 or None, got {max_rows!r}")
         if not 0 <= margin < 1:
             raise ValueError(f"margin is a fraction in [0, 1), got {margin!r}")
+        for name, function in (("weight_fn", weight_fn), ("split_fn", split_fn)):
+            if function is not None and not callable(function):
+                raise ValueError(f"{name} is a function or None, got {function!r}")
         for name, rule in (log_merge or {}).items():
             _check_choice(f"log_merge[{name!r}]", rule, ("mean", "sum", "last", "max", "min"))
         self.verbose = verbose
@@ -266,6 +270,12 @@ class OOMRecovery(Callback):
     # -- telling
     def _observe(self, error: Exception, failure: Failure) -> None:
         """Let callbacks with a method ``on_oom`` look, while everything is still in memory."""
+        if failure.cause.confidence == "likely":
+            self._warn_once(
+                f"OOMRecovery takes {failure.cause.error_type} for out of memory, though its text "
+                f"does not say so plainly: {failure.cause.message.splitlines()[0][:200]}",
+                AmbiguousOOMWarning,
+            )
         trainer = self._trainer
         if trainer is None:
             return

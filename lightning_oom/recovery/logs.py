@@ -158,13 +158,17 @@ def merge_values(
 
     Args:
         values: One per micro-batch, of one shape.
-        weights: Used by ``"mean"`` alone; not all zero.
+        weights: Used by ``"mean"`` alone, where a value of weight 0 counts for nothing, not even
+            when it is not finite (the mean loss of a micro-batch without tokens); not all zero.
         rule: One of :data:`MERGE_RULES`.
 
     Returns:
         A tensor of the values' dtype; a mean of integers, and anything below 32 bits, in the
         default dtype.
     """
+    if rule == "mean":
+        counted = [(value, w) for value, w in zip(values, weights, strict=True) if w]
+        values, weights = [value for value, _ in counted], [w for _, w in counted]
     first, last = values[0], values[-1]
     if len(values) == 1 or rule == "last":
         return last
