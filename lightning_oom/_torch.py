@@ -51,7 +51,6 @@ __all__ = [
     "redispatch_of",
     "replace_backward",
     "saved_by",
-    "saved_in_node",
     "scaler_stages",
     "schema_of",
     "set_backward_multithreaded",
@@ -313,21 +312,6 @@ def graph_node_order(node: Any) -> int | None:
     number = getattr(node, "_sequence_nr", None)
     order = None if number is None else int(number())
     return None if order is None or order >= _LEAF_ORDER else order
-
-
-def saved_in_node(node: Any) -> list[torch.Tensor]:
-    """Return the tensors that a node of a graph keeps for its backward, running no hook."""
-    found = []
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            try:
-                raw = getattr(node, name)
-                entries = raw if isinstance(raw, (tuple, list)) else (raw,)
-                values = [entry.data for entry in entries if entry is not None]
-            except (RuntimeError, AttributeError):  # freed, or an older torch
-                continue
-            found += [value for value in values if isinstance(value, torch.Tensor)]
-    return found
 
 
 def is_compiled(function: Any) -> bool:

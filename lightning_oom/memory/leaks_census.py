@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_oom._torch import MODULE_INTERNALS
+from lightning_oom._torch import MODULE_INTERNALS, module_buffers
 from lightning_oom.memory.leaks_graph import GraphExtent, add_storages, measure_graph
 
 __all__ = ["Holding", "take_census"]
@@ -35,6 +36,7 @@ _LIBRARIES = frozenset(
 )
 """Objects of these are looked into only as roots, modules or metrics."""
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.dtype)
 
 
@@ -112,9 +114,9 @@ class _Census:
                 self._attribute(f"{path}.{name}", value, owner=owner, depth=depth)
 
     def _visit_module(self, path: str, module: torch.nn.Module, *, depth: int) -> None:
-        states = _list_states(module)
+        states = _list_states(module) if _is_metric_class(type(module)) else ()
         for name, value in list(vars(module).items()):
-            if name not in MODULE_INTERNALS and not isinstance(value, (bool, int, float, str)):
+            if type(value) not in _PLAIN and name not in MODULE_INTERNALS:
                 self._attribute(
                     f"{path}.{name}",
                     value,
@@ -122,8 +124,9 @@ class _Census:
                     depth=depth,
                     kind="metric_state" if name in states else None,
                 )
-        for name, value in module.named_buffers(recurse=False):
-            self._attribute(f"{path}.{name}", value, owner=module, depth=depth)
+        if type(module).__module__.partition(".")[0] != "torch":  # torch's own keep their size
+            for name, buffer in module_buffers(module).items():
+                self._attribute(f"{path}.{name}", buffer, owner=module, depth=depth)
         for name, child in module.named_children():
             self.visit(f"{path}.{name}", child, depth=depth)
 
@@ -244,9 +247,12 @@ def _may_be_looked_into(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, _OPAQUE) and _is_users(value)
 
 
-def _list_states(module: torch.nn.Module) -> frozenset[str]:
+@functools.cache
+def _is_metric_class(cls: type) -> bool:
+    return any(base.__module__ == "torchmetrics.metric" for base in cls.__mro__)
+
+
+def _list_states(metric: torch.nn.Module) -> frozenset[str]:
     """Return the names of the states of a metric that are lists."""
-    if not any(cls.__module__ == "torchmetrics.metric" for cls in type(module).__mro__):
-        return frozenset()
-    states = getattr(module, "metric_state", {})
+    states = getattr(metric, "metric_state", {})
     return frozenset(name for name, value in states.items() if isinstance(value, list))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_oom._torch import graph_node_order, saved_in_node
+from lightning_oom._torch import graph_node_order, saved_by
 from lightning_oom.memory.storages import strided_parts
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def measure_graph(tensors: Iterable[torch.Tensor], *, saved: bool = False) -> Gr
         if order is not None and (oldest is None or order < oldest):
             oldest = order
         if saved:
-            add_storages(storages, _of_the_graph(saved_in_node(node)))
+            add_storages(storages, _of_the_graph(saved_by(node)))
         for earlier, _ in node.next_functions:
             if earlier is not None and earlier not in seen:
                 seen.add(earlier)

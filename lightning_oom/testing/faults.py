@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_oom._torch import OutOfMemoryError
-from lightning_oom.testing.allocations import AllocationWatcher
+from lightning_oom.memory.allocations import AllocationWatcher
 from lightning_oom.testing.messages import cuda_oom_message
 from lightning_oom.testing.shadows import Shadow
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_oom._torch import OutOfMemoryError, tree_leaves
+from lightning_oom.memory.allocations import AllocationWatcher, storages_in
 from lightning_oom.testing.active import CappedLimit, MemoryLimit, can_cap, is_there
-from lightning_oom.testing.allocations import AllocationWatcher, storages_in
 from lightning_oom.testing.messages import cuda_oom_message
 from lightning_oom.units import format_bytes, parse_bytes
 

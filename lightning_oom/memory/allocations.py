@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 from lightning_oom._torch import WatchingMode, read_version, sparse_parts
-from lightning_oom.testing.operators import PLAIN, ROLES, OperatorRole, desugars, role_of
-from lightning_oom.testing.resizing import TensorGeometry, notice_resizes, written_tensors
+from lightning_oom.memory.operators import PLAIN, ROLES, OperatorRole, desugars, role_of
+from lightning_oom.memory.resizing import TensorGeometry, notice_resizes, written_tensors
 
 __all__ = ["AllocationWatcher", "StorageLedger", "storages_in"]
 
