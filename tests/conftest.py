@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch  # noqa: F401 - its import sets variables and filters, whichever test is first
 import numpy as np
 import pytest
 import sympy  # noqa: F401 - torch imports it late, and it adds a warnings filter

@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-import lightning.pytorch  # noqa: F401 # sets environment variables: not for a README block to answer for
 import pytest
 import yaml
 
