@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from lightning_oom.callbacks.cache_cleaner import CacheCleaner
     from lightning_oom.callbacks.memory_monitor import MemoryMonitor
     from lightning_oom.callbacks.oom_recovery import OOMRecovery
+    from lightning_oom.callbacks.oom_reporter import OOMReporter
     from lightning_oom.memory import MemoryReading, read_memory
     from lightning_oom.memory.step_memory import StepMemory
     from lightning_oom.recovery.classify import OOMCause, classify_oom
     from lightning_oom.recovery.events import RecoverySummary, StepOutcome
+    from lightning_oom.report.record import OOMReport
 
 __all__ = [
     "CacheCleaner",
@@ -25,6 +27,8 @@ __all__ = [
     "MemoryReading",
     "OOMCause",
     "OOMRecovery",
+    "OOMReport",
+    "OOMReporter",
     "RecoverySummary",
     "StepMemory",
     "StepOutcome",
@@ -40,6 +44,8 @@ _HOMES = {
     "MemoryReading": "lightning_oom.memory",
     "OOMCause": "lightning_oom.recovery.classify",
     "OOMRecovery": "lightning_oom.callbacks.oom_recovery",
+    "OOMReport": "lightning_oom.report.record",
+    "OOMReporter": "lightning_oom.callbacks.oom_reporter",
     "RecoverySummary": "lightning_oom.recovery.events",
     "StepMemory": "lightning_oom.memory.step_memory",
     "StepOutcome": "lightning_oom.recovery.events",

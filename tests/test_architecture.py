@@ -18,7 +18,7 @@ LINES_CAP = 400
 
 _BASE = {"errors", "units", "undo"}
 _ENGINES = {*_BASE, "_torch", "_torchmetrics", "memory", "recovery"}
-_ALL = {*_ENGINES, "_lightning", "testing", "callbacks", "cli"}
+_ALL = {*_ENGINES, "_lightning", "testing", "report", "callbacks", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recovery": {*_BASE, "_torch", "_torchmetrics", "memory"},
     "testing": {*_BASE, "_torch", "memory"},
     "_lightning": _ENGINES,
-    "callbacks": {*_ENGINES, "_lightning"},
+    "report": _ENGINES,
+    "callbacks": {*_ENGINES, "_lightning", "report"},
     "cli": _ALL,
     "__main__": {"cli"},
     "__init__": _ALL - {"cli", "_lightning", "_torch", "_torchmetrics"},

@@ -3,5 +3,6 @@
 from lightning_oom.callbacks.cache_cleaner import CacheCleaner
 from lightning_oom.callbacks.memory_monitor import MemoryMonitor
 from lightning_oom.callbacks.oom_recovery import OOMRecovery
+from lightning_oom.callbacks.oom_reporter import OOMReporter
 
-__all__ = ["CacheCleaner", "MemoryMonitor", "OOMRecovery"]
+__all__ = ["CacheCleaner", "MemoryMonitor", "OOMRecovery", "OOMReporter"]

@@ -1,0 +1,109 @@
+"""What the whole step would have needed, extended from what it had reached."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lightning_oom.units import MIB
+
+if TYPE_CHECKING:
+    from lightning_oom.report.record import OOMReport
+
+__all__ = ["expect_activations", "expect_shortfall", "rows_that_fit", "standing_bytes"]
+
+_MARGIN = 0.9
+_TYPICAL_IN_SEGMENT = {2 * MIB: MIB // 2, 20 * MIB: 5 * MIB}
+"""Segment that the allocator asks for, and the middle of the sizes that it does so for."""
+
+
+def standing_bytes(report: OOMReport) -> int:
+    """Return what does not depend on the batch: parameters, buffers, gradients, optimizer state."""
+    kinds = report.kinds
+    if kinds is None:
+        return 0
+    return (
+        kinds.parameters_bytes + kinds.buffers_bytes + kinds.gradients_bytes + kinds.optimizer_bytes
+    )
+
+
+def expect_activations(report: OOMReport) -> int | None:
+    """Predict what autograd would have kept at the end of the forward; ``None`` for unknown.
+
+    A forward that got through a part of the modules is extended in proportion to them.
+    """
+    kinds, progress = report.kinds, _progress(report)
+    if kinds is None or progress is None:
+        return None
+    reached = kinds.activations_bytes
+    if progress < 1:
+        reached += kinds.other_bytes + _refused_bytes(report)
+    return int(reached / progress)
+
+
+def expect_shortfall(report: OOMReport) -> int | None:
+    """Predict by how much the whole step would have exceeded the device; ``None`` for unknown.
+
+    At least what was missing for the request that was refused.
+    """
+    limit, missing = _own_limit(report), report.missing_bytes
+    needed = _needed_for_batch(report)
+    if needed is None or limit is None:
+        return missing
+    return max(standing_bytes(report) + needed - limit, missing or 0)
+
+
+def rows_that_fit(report: OOMReport) -> int | None:
+    """Predict how many rows of this batch fit together.
+
+    Assumes that what is neither parameter, buffer, gradient nor optimizer state grows in proportion
+    to the rows.
+
+    Args:
+        report: The record.
+
+    Returns:
+        At least 1 and fewer than the batch has; ``None`` where the report does not know enough.
+    """
+    limit, rows, needed = _own_limit(report), report.rows, _needed_for_batch(report)
+    if limit is None or needed is None or rows is None or rows <= 1 or report.phase == "optimizer":
+        return None
+    available = limit - standing_bytes(report)
+    return max(1, min(math.floor(_MARGIN * rows * available / needed), rows - 1))
+
+
+def _needed_for_batch(report: OOMReport) -> int | None:
+    """Return what the batch would take on the device with all that comes of it."""
+    kinds, activations = report.kinds, expect_activations(report)
+    if kinds is None or activations is None or (report.device or "cpu").startswith("cpu"):
+        return None
+    progress = _progress(report)
+    if progress is not None and progress < 1:
+        return max(activations + kinds.batch_bytes, 1)
+    passing = kinds.other_bytes + _refused_bytes(report)
+    return max(activations + kinds.batch_bytes + passing, 1)
+
+
+def _progress(report: OOMReport) -> float | None:
+    """Return which part of the modules a training forward had got through, above 0 and up to 1."""
+    if report.phase != "forward" or not report.uses_graph:
+        return 1.0
+    with_parameters = [m for m in report.modules if m.is_leaf and m.parameters_bytes]
+    done = sum(bool(m.saved_bytes) for m in with_parameters)
+    if not with_parameters or (not done and any(m.saved_bytes is None for m in with_parameters)):
+        return None
+    return min((done + 1) / len(with_parameters), 1.0)  # one more was running
+
+
+def _refused_bytes(report: OOMReport) -> int:
+    """Return the size of the tensor that was refused; for small ones the error names the segment."""
+    requested = report.requested_bytes or 0
+    return _TYPICAL_IN_SEGMENT.get(requested, requested)
+
+
+def _own_limit(report: OOMReport) -> int | None:
+    """Return what this process can have of the device now."""
+    reading = report.reading
+    if reading is not None and reading.limit_bytes is not None:
+        return reading.limit_bytes
+    return report.limit_bytes
