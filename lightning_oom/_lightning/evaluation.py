@@ -186,7 +186,7 @@ class EvaluationProgram:
         recorder.replay()
         return merge_outputs(outputs, rows)
 
-    def check_separability(self) -> Separability:
+    def check_separability(self, *, whole_failed: bool) -> Separability:
         """Without a loss there are no gradients to compare; warn of logged values that differ."""
         setup, saved = self.setup, self._saved
         names: tuple[str, ...] = ()

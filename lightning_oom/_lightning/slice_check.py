@@ -54,8 +54,12 @@ class SliceCheck:
         self.weight_fn = weight_fn
         self.split_fn = split_fn
 
-    def separability(self) -> Separability:
+    def separability(self, *, whole_failed: bool) -> Separability:
         """Compare gradients, or losses where the gradients of a slice do not fit.
+
+        Args:
+            whole_failed: The whole batch has just run out of memory; no slice of all its rows is
+                tried with gradients then.
 
         Raises:
             Exception: Not even the losses fit: the out-of-memory error.
@@ -63,22 +67,35 @@ class SliceCheck:
         module = self.trainer.lightning_module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         parameters = [p for _, p in named]
+        batch = self._smaller_batch() if whole_failed else self.batch
         try:
             with torch.enable_grad():
-                return self._compare(
-                    lambda loss: torch.autograd.grad(loss, parameters, allow_unused=True),
-                    [name for name, _ in named],
-                )
+                if batch is not None:
+                    return self._compare(
+                        batch,
+                        lambda loss: torch.autograd.grad(loss, parameters, allow_unused=True),
+                        [name for name, _ in named],
+                    )
         except Exception as error:
             if classify_oom(error) is None:
                 raise
             clear_frames(error)
         collect_garbage()
         with torch.no_grad():
-            return self._compare(lambda loss: [loss.detach()], ["loss"])
+            return self._compare(self.batch, lambda loss: [loss.detach()], ["loss"])
+
+    def _smaller_batch(self) -> Any:
+        """Return a batch whose slice has fewer rows than the batch; ``None`` where none has two."""
+        rows = count_rows(self.batch) if self.split_fn is None else None
+        if rows is None or rows > _SLICE_ROWS:
+            return self.batch
+        return take_rows(self.batch, 0, rows - 1) if rows > 2 else None  # noqa: PLR2004 - two parts
 
     def _compare(
-        self, measure: Callable[[Tensor], Sequence[Tensor | None]], names: list[str]
+        self,
+        batch: Any,
+        measure: Callable[[Tensor], Sequence[Tensor | None]],
+        names: list[str],
     ) -> Separability:
         losses: list[bool] = []
 
@@ -92,7 +109,7 @@ class SliceCheck:
         with LogRecorder(self.trainer, rows=[1]):
             verdict = check_separable(
                 measures_of,
-                self.batch,
+                batch,
                 names=names,
                 weight_fn=self.weight_fn,
                 split_fn=self.split_fn,

@@ -318,11 +318,11 @@ class TrainProgram:
         return [amount / total for amount in amounts]
 
     # -- before the first split
-    def check_separability(self) -> Separability:
+    def check_separability(self, *, whole_failed: bool) -> Separability:
         """Compare a slice with its parts; the engine puts the state back."""
         setup, saved = self.setup, self._saved
         check = self._slice_check()
-        verdict = check.separability()
+        verdict = check.separability(whole_failed=whole_failed)
         if verdict.separable and saved is not None:
             names = check.differing_logs(setup.log_merge, restore=saved.restore)
             if names:

@@ -21,8 +21,13 @@ __all__ = ["SliceQuestions", "SlicedProgram"]
 class SlicedProgram(Protocol):
     """What is asked of a program; it may leave any state behind."""
 
-    def check_separability(self) -> Separability:
-        """Compare gradients of a small slice with those of its parts."""
+    def check_separability(self, *, whole_failed: bool) -> Separability:
+        """Compare gradients of a small slice with those of its parts.
+
+        Args:
+            whole_failed: The whole batch has just run out of memory, so that a slice of all its
+                rows would too.
+        """
 
     def estimate_chunk_gain(self) -> ChunkGain | None:
         """Count, on a small slice, what chunks would save; ``None`` where it cannot be known."""
@@ -51,13 +56,18 @@ class SliceQuestions:
         self._gains: dict[str, ChunkGain | None] = {}
 
     def separability(
-        self, program: SlicedProgram, signature: BatchSignature | None, saved: SavedSnapshot
+        self,
+        program: SlicedProgram,
+        signature: BatchSignature | None,
+        saved: SavedSnapshot,
+        *,
+        whole_failed: bool,
     ) -> Separability:
         """Return whether the gradients of parts add up; asked again while the answer is open."""
         key = signature.structure if signature is not None else ""
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._check(program)
+            verdict = self._check(program, whole_failed=whole_failed)
             self._put_back(program, saved)
             if verdict.conclusive:
                 self._verdicts[key] = verdict
@@ -73,9 +83,9 @@ class SliceQuestions:
             self._put_back(program, saved)
         return self._gains[key]
 
-    def _check(self, program: SlicedProgram) -> Separability:
+    def _check(self, program: SlicedProgram, *, whole_failed: bool) -> Separability:
         try:
-            return program.check_separability()
+            return program.check_separability(whole_failed=whole_failed)
         except Exception as caught:
             if self.classify(caught) is None:
                 raise

@@ -81,7 +81,7 @@ class Program(Protocol):
     def gradients_droppable(self) -> bool:
         """Return whether a retry starts with less memory because old gradients go first."""
 
-    def check_separability(self) -> Separability:
+    def check_separability(self, *, whole_failed: bool) -> Separability:
         """Compare gradients of a small slice with those of its parts."""
 
     def estimate_chunk_gain(self) -> ChunkGain | None:
@@ -254,13 +254,17 @@ class GuardedStep:
         except BatchSplitError as error:
             refused = str(error)
         learning = self.learning
+        failures: list[Failure] = []
         return Trial(
             rows=rows,
             signature=signature,
             split_refused=refused if self.split_fn is None else None,
             can_split=program.can_split,
             can_chunk=program.can_chunk,
-            separability=lambda: self.questions.separability(program, signature, saved),
+            failures=failures,
+            separability=lambda: self.questions.separability(
+                program, signature, saved, whole_failed=bool(failures)
+            ),
             chunk_gain=lambda: self.questions.chunk_gain(program, signature, saved),
             propose=lambda mode: learning.propose(mode, signature, rows),
             shrink=lambda mode, failed: learning.shrink(mode, signature, rows, failed),

@@ -44,16 +44,20 @@ def test_rare_oversized_batches_are_split_not_dropped(rung):
     assert guard.summary.num_recovered == guard.summary.num_oom
     if rung == "split":
         assert max(model.limit.refused.numbers) == 32
-        assert guard.summary.num_failed_attempts <= 2
+        assert guard.summary.num_failed_attempts <= 3  # 32, 16, and one size between 8 and 16
 
 
 def test_the_second_oversized_batch_is_split_before_it_fails():
-    """What was learned from one failure is used for the next batch of the same kind."""
+    """What was learned from one failure is used for the next batch of the same kind.
+
+    Where no peaks can be read, one size between what fitted and what failed is tried once.
+    """
     guard = recovery(ladder=("split",))
 
-    _, model = fit(limited, batches_of([8, 32, 8, 32, 32]), guard)
+    _, model = fit(limited, batches_of([8, 32, 8, 32, 32, 32]), guard)
 
-    assert guard.summary.num_oom == 1
+    assert guard.summary.num_oom <= 2
+    assert max(model.rows_seen.numbers[-4:]) <= 8
     assert model.rows_seen.numbers[:2] == [8, 32]
     assert 32 not in model.rows_seen.numbers[2:]
 
