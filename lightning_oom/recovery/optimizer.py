@@ -57,7 +57,7 @@ class OptimizerGuard:
     Note:
         Cost without an OOM: 0.1 us for each parameter and state tensor, and one look at the
         allocator's counters in 16 steps (in every step while memory is scarce). First steps,
-        ``Adafactor``, ``SparseAdam``, ``ASGD`` and ``Rprop`` with lists are recorded,
+        ``Adafactor`` with decay, ``SparseAdam``, ``ASGD`` and ``Rprop`` with lists are recorded,
         which costs some 10 us for each of their operations.
         Hooks of the optimizer run once, before and after all that; the closure runs before the
         update, as torch's own optimizers do it. An update under a dispatch mode that hides writes
@@ -205,7 +205,9 @@ class OptimizerGuard:
             and not (self.kind.takes_sparse and any(g.is_sparse for g in before.gradients))
             and counts_list_writes(self._probe)
         )
-        return CountedUpdate(before) if is_counted else RecordedUpdate(before)
+        if not is_counted:
+            return RecordedUpdate(before)
+        return CountedUpdate(before, numbers_stay=self.kind.numbers_stay)
 
     def _try(
         self, attempt: RecordedUpdate | CountedUpdate, kwargs: dict[str, Any]

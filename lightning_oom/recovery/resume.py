@@ -88,6 +88,14 @@ class UpdateState:
             if (version := read_version(tensor)) != before
         }
 
+    def owners(self) -> dict[int, int]:
+        """Return the ``id`` of each parameter by that of its gradient, its state and its own."""
+        owners = {id(p): id(p) for p in self.parameters}
+        owners.update({id(p.grad): id(p) for p in self.trained})
+        for parameter, state in self.optimizer.state.items():
+            owners.update({id(value): id(parameter) for value in state.values()})
+        return owners
+
     def has_new_state(self) -> bool:
         """Whether the step has made state."""
         states = self.optimizer.state.values()
@@ -117,6 +125,8 @@ class CountedUpdate:
 
     Args:
         before: The state before the update.
+        numbers_stay: A number that the update reads from a tensor is used for the parameter of that
+            tensor alone.
         is_blind: The update is fused: its writes raise no versions. Such an update allocates
             nothing once its state is there; should it fail nevertheless, it is not resumed.
 
@@ -124,9 +134,12 @@ class CountedUpdate:
         lost: Why the update cannot be resumed; ``None`` while it can.
     """
 
-    def __init__(self, before: UpdateState, *, is_blind: bool = False) -> None:
+    def __init__(
+        self, before: UpdateState, *, numbers_stay: bool = False, is_blind: bool = False
+    ) -> None:
         self.before = before
         self.lost: str | None = None
+        self._numbers_stay = numbers_stay
         self._is_blind = is_blind
         self._done: dict[int, int] | None = None
 
@@ -139,7 +152,8 @@ class CountedUpdate:
         """Return what to run the update in: nothing at first, then what resumes it."""
         if self._done is None:
             return nullcontext()
-        return ResumeMode(self.before.tensors, self._done)
+        owners = self.before.owners() if self._numbers_stay else None
+        return ResumeMode(self.before.tensors, self._done, owners)
 
     def note_failure(self) -> None:
         """Count what was done. Call it after each failure, before the state is rewound."""
@@ -158,17 +172,27 @@ class ResumeMode(WatchingMode):
         persistent: The tensors whose writes are counted.
         done: Writes done so far, by ``id`` of the tensor. Kept up to date, so that an update that
             is interrupted again can be resumed again with the same mapping.
+        owners: The ``id`` of the parameter by that of each tensor that belongs to it, where a number
+            read from a tensor is used for its parameter alone: then one that was overwritten since
+            is no harm to the others. ``None`` where that is not known.
 
     Raises:
         ResumeImpossibleError: Below the mode, from the operation that cannot be done right.
     """
 
-    def __init__(self, persistent: Iterable[Tensor], done: dict[int, int]) -> None:
+    def __init__(
+        self,
+        persistent: Iterable[Tensor],
+        done: dict[int, int],
+        owners: dict[int, int] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch annotates no mode
         self._persistent = {id(tensor) for tensor in persistent}
         self._done = done
         self._seen: dict[int, int] = {}
         self._wrong: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._owners = None if owners is None else dict(owners)
+        self._without_number: set[int] = set()  # parameters
 
     def __torch_dispatch__(
         self,
@@ -196,22 +220,33 @@ class ResumeMode(WatchingMode):
         return key in self._wrong or self._seen.get(key, 0) < self._done.get(key, 0)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ahead = any(self._is_ahead(tensor) for tensor in tensors_among((*args, *kwargs.values())))
+        ahead = [t for t in tensors_among((*args, *kwargs.values())) if self._is_ahead(t)]
         out = func(*args, **kwargs)
         if ahead and isinstance(out, Tensor):
-            self._mark_wrong(out)
+            self._mark_wrong(out, ahead)
         elif ahead and isinstance(out, (list, tuple)):
             for index, result in enumerate(out):
-                row = _row(args, kwargs, index, len(out))
-                if any(self._is_ahead(tensor) for tensor in row):
-                    self._mark_wrong(result)
+                row = [t for t in _row(args, kwargs, index, len(out)) if self._is_ahead(t)]
+                if row:
+                    self._mark_wrong(result, row)
         elif ahead:
-            raise ResumeImpossibleError(f"{func} reads a number that has been overwritten since")
+            self._lose_number(func, ahead)
         return out
 
-    def _mark_wrong(self, tensor: Tensor) -> None:
+    def _mark_wrong(self, tensor: Tensor, sources: list[Tensor]) -> None:
         base = base_of(tensor)
         self._wrong[id(base)] = base
+        if self._owners is not None:
+            owners = {self._owners.get(id(base_of(source)), 0) for source in sources}
+            self._owners[id(base)] = owners.pop() if len(owners) == 1 else 0
+
+    def _lose_number(self, func: Any, sources: list[Tensor]) -> None:
+        """Note whose number was overwritten since."""
+        owners = self._owners or {}
+        lost = {owners.get(id(base_of(source)), 0) for source in sources}
+        if 0 in lost:
+            raise ResumeImpossibleError(f"{func} reads a number that has been overwritten since")
+        self._without_number |= lost
 
     # -- writing
     def _write(
@@ -256,11 +291,11 @@ class ResumeMode(WatchingMode):
 
     def _check(self, func: Any, target: Tensor, inputs: Iterable[Tensor]) -> None:
         key = id(base_of(target))
-        wrong = any(self._is_ahead(t) for t in inputs if id(base_of(t)) != key)
+        wrong = [t for t in inputs if id(base_of(t)) != key and self._is_ahead(t)]
         if key not in self._persistent:
             if wrong:
-                self._mark_wrong(target)
-        elif wrong:
+                self._mark_wrong(target, wrong)
+        elif wrong or (self._owners or {}).get(key) in self._without_number:
             raise ResumeImpossibleError(f"{func} needs a value that has been overwritten since")
 
 

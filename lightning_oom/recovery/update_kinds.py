@@ -38,6 +38,8 @@ class UpdateKind:
         counted_single: No operation after a write needs what was there before the write, in an
             update of one parameter after the other. False: the update must be recorded.
         counted_foreach: The same of an update with operations on lists.
+        counted_decay: The same also where ``weight_decay`` is not 0.
+        numbers_stay: A number read from a tensor is used for its parameter alone.
     """
 
     state: Callable[[_Group], float]
@@ -47,13 +49,15 @@ class UpdateKind:
     takes_sparse: bool = False
     counted_single: bool = True
     counted_foreach: bool = True
+    counted_decay: bool = True
+    numbers_stay: bool = False
 
     def is_counted(self, group: _Group, device: torch.device) -> bool:
         """Whether an interrupted update of a group can be finished by counting its writes.
 
         A fused update is one write that raises no version.
         """
-        if group.get("fused"):
+        if group.get("fused") or (group.get("weight_decay") and not self.counted_decay):
             return False
         return self.counted_foreach if runs_on_lists(group, device) else self.counted_single
 
@@ -234,8 +238,8 @@ if hasattr(_o, "Adafactor"):  # torch 2.5
         single=_plus(1.1, _is_maximized),
         foreach=_plus(1.1, _is_maximized),
         factored=True,
-        counted_single=False,
-        counted_foreach=False,
+        counted_decay=False,
+        numbers_stay=True,
     )
 if hasattr(_o, "Muon"):  # torch 2.9
     _KINDS[_o.Muon] = UpdateKind(state=_always(1), single=_always(3), foreach=_always(3))

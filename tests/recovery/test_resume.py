@@ -52,6 +52,26 @@ def test_a_lost_value_may_not_reach_a_missing_write() -> None:
             moment.add_(lost)
 
 
+def test_a_lost_number_spares_other_parameters() -> None:
+    """Where numbers stay with their parameter, one that was overwritten harms no other."""
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    before = UpdateState(torch.optim.SGD([first, second]))
+    with torch.no_grad():
+        first.mul_(3)
+    done, owners = before.writes(), before.owners()
+    with torch.no_grad(), ResumeMode(before.tensors, dict(done), owners):
+        first.norm().item()
+        first.mul_(3)
+        second.add_(1)
+        with pytest.raises(ResumeImpossibleError, match="overwritten"):
+            first.add_(1)
+    with torch.no_grad(), ResumeMode(before.tensors, dict(done)):
+        norm = first.norm()
+        with pytest.raises(ResumeImpossibleError, match="number"):
+            norm.item()
+    assert (first.tolist(), second.tolist()) == ([3.0] * 3, [2.0] * 3)
+
+
 def test_the_state_returns_to_its_entries() -> None:
     """Numbers and replaced tensors come back; what the step has made goes."""
     weight, optimizer = adam()
