@@ -115,8 +115,7 @@ class MemoryMonitor(Callback):
         and of :class:`~lightning_oom.memory.PeakWatch` are kept apart from that; a call of
         ``torch.cuda.max_memory_allocated`` in user code sees the present phase only.
 
-        With ``breakdown``, a step that is read notes each tensor that autograd saves, some 4 us each,
-        and user code that needs saved-tensor hooks to be absent may notice.
+        With ``breakdown``, a step that is read notes each tensor that autograd saves, 4 us each.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -278,8 +277,9 @@ class MemoryMonitor(Callback):
             reader.end_breakdown()
         self._batch = None
         if self._is_due and (stepped or not pl_module.automatic_optimization):
-            self._read(trainer, trainer.global_step, "train")
-        reader.enter("forward")
+            self._read(trainer, trainer.global_step, "train", then="forward")
+        else:
+            reader.enter("forward")
         self._look_for_leaks(trainer, pl_module, trainer.global_step)
 
     @override
@@ -363,10 +363,10 @@ class MemoryMonitor(Callback):
             self._read(trainer, self._num_batches, stage)
         self._log_over_ranks(trainer, self._num_batches)
 
-    def _read(self, trainer: Trainer, step: int, stage: str) -> None:
+    def _read(self, trainer: Trainer, step: int, stage: str, *, then: str | None = None) -> None:
         if self._reader is None or not self._every:
             return
-        reading = self._reader.read(step, stage)
+        reading = self._reader.read(step, stage, then=then)
         self._is_owed = False
         self.readings.append(reading)
         scalars = reading.scalars()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +10,16 @@ from lightning_oom.memory.peak_ledger import Peaks
 from lightning_oom.memory.reading import MemoryReading
 from lightning_oom.memory.registry import DeviceReader
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
 __all__ = ["MPSReader", "TorchModuleReader", "current_device"]
+
+_ALLOCATED = ("allocated_bytes", "all", "current")
+_PEAK_ALLOCATED = ("allocated_bytes", "all", "peak")
+_RESERVED = ("reserved_bytes", "all", "current")
+_PEAK_RESERVED = ("reserved_bytes", "all", "peak")
+_RETRIES = ("num_alloc_retries",)
 
 
 class TorchModuleReader(DeviceReader):
@@ -21,6 +29,9 @@ class TorchModuleReader(DeviceReader):
     backend is read with as many of them as it has. From torch 2.9 on, ``torch.accelerator`` answers
     for a backend whose module does not.
     """
+
+    def __init__(self) -> None:
+        self._peak_calls: dict[torch.device, tuple[Any, Any, Any]] = {}  # several times a step
 
     def read(self, device: torch.device) -> MemoryReading:
         """Return what the caching allocator and the driver say of ``device``."""
@@ -38,13 +49,13 @@ class TorchModuleReader(DeviceReader):
         device = _with_index(device, module)
         stats = _read_stats(device, module)
         free_bytes, total_bytes = _read_driver(device, module)
-        reserved_bytes = stats("reserved_bytes.all.current", "memory_reserved")
+        reserved_bytes = stats(_RESERVED, "memory_reserved")
         return MemoryReading(
             device=str(device),
-            allocated_bytes=stats("allocated_bytes.all.current", "memory_allocated"),
-            peak_allocated_bytes=stats("allocated_bytes.all.peak", "max_memory_allocated"),
+            allocated_bytes=stats(_ALLOCATED, "memory_allocated"),
+            peak_allocated_bytes=stats(_PEAK_ALLOCATED, "max_memory_allocated"),
             reserved_bytes=reserved_bytes,
-            peak_reserved_bytes=stats("reserved_bytes.all.peak", "max_memory_reserved"),
+            peak_reserved_bytes=stats(_PEAK_RESERVED, "max_memory_reserved"),
             limit_bytes=_find_limit(
                 total_bytes,
                 free_bytes=free_bytes,
@@ -52,39 +63,34 @@ class TorchModuleReader(DeviceReader):
                 cap_fraction=_ask(module, "get_per_process_memory_fraction", device),
             ),
             free_bytes=free_bytes,
-            alloc_retries=stats("num_alloc_retries", None),
+            alloc_retries=stats(_RETRIES, None),
         )
 
     def read_peaks(self, device: torch.device) -> Peaks:
         """Return the peak counters of the allocator; the driver is not asked."""
         module = getattr(torch, device.type, None)
-        if not _is_in_use(module):
-            return Peaks()
-        device = _with_index(device, module)
-        if hasattr(
-            module, "memory_stats_as_nested_dict"
-        ):  # the others are made of it, at ten times
-            stats = _read_stats(device, module)
-            return Peaks(
-                allocated_bytes=stats("allocated_bytes.all.peak", None),
-                reserved_bytes=stats("reserved_bytes.all.peak", None),
-            )
-        names = ("max_memory_allocated", "max_memory_reserved")
-        allocated, reserved = (
-            _ask(_first_with(name, device, module), name, device) for name in names
-        )
-        return Peaks(allocated_bytes=allocated, reserved_bytes=reserved)
+        return _read_peaks(device, module) if _is_in_use(module) else Peaks()
 
     def reset_peak(self, device: torch.device) -> None:
         """Reset the peak counters of the allocator."""
         module = getattr(torch, device.type, None)
         if _is_in_use(module):
-            device = _with_index(device, module)
-            _ask(
-                _first_with("reset_peak_memory_stats", device, module),
-                "reset_peak_memory_stats",
-                device,
-            )
+            _reset_peak(device, module)
+
+    def take_peaks(self, device: torch.device) -> Peaks:
+        """Return the peak counters of the allocator, and reset them."""
+        module = getattr(torch, device.type, None)
+        known = self._peak_calls.get(device)
+        if known is None or known[0] is not module:
+            if not _is_in_use(module):
+                return Peaks()
+            known = module, *_peak_calls(device, module)
+            if device.index is not None:
+                self._peak_calls[device] = known
+        _, read, reset = known
+        peaks: Peaks = read()
+        reset()
+        return peaks
 
     def release_cached(self, device: torch.device) -> int | None:
         """Empty the cache of the allocator; return how much less is reserved."""
@@ -92,10 +98,9 @@ class TorchModuleReader(DeviceReader):
         if not _is_in_use(module):
             return 0 if _ask(module, "is_available") else None
         device = _with_index(device, module)
-        stats = ("reserved_bytes.all.current", "memory_reserved")
-        before = _read_stats(device, module)(*stats)
+        before = _read_stats(device, module)(_RESERVED, "memory_reserved")
         _ask(_first_with("empty_cache", device, module), "empty_cache")
-        after = _read_stats(device, module)(*stats)
+        after = _read_stats(device, module)(_RESERVED, "memory_reserved")
         return None if before is None or after is None else max(before - after, 0)
 
 
@@ -164,13 +169,15 @@ def _first_with(name: str, device: torch.device, module: Any) -> Any:
     return accelerator if current is not None and current.type == device.type else None
 
 
-def _read_stats(device: torch.device, module: Any) -> Callable[[str, str | None], int | None]:
+def _read_stats(
+    device: torch.device, module: Any
+) -> Callable[[tuple[str, ...], str | None], int | None]:
     """Read all counters at once; return a look-up by counter, or else by function name."""
     stats = _ask(module, "memory_stats_as_nested_dict", device)
     if stats is None:
         stats = _ask(_first_with("memory_stats", device, module), "memory_stats", device)
 
-    def look_up(counter: str, function: str | None) -> int | None:
+    def look_up(counter: tuple[str, ...], function: str | None) -> int | None:
         number = _find_counter(stats or {}, counter)
         if number is None and function is not None:
             number = _ask(_first_with(function, device, module), function, device)
@@ -179,15 +186,60 @@ def _read_stats(device: torch.device, module: Any) -> Callable[[str, str | None]
     return look_up
 
 
-def _find_counter(stats: Mapping[str, Any], counter: str) -> Any:
-    if counter in stats:
-        return stats[counter]
+def _find_counter(stats: Mapping[str, Any], counter: tuple[str, ...]) -> Any:
     found: Any = stats
-    for key in counter.split("."):
-        if not isinstance(found, Mapping) or key not in found:
-            return None
-        found = found[key]
+    try:
+        for key in counter:
+            found = found[key]
+    except (KeyError, TypeError):
+        return stats.get(".".join(counter))  # the flat form
     return found
+
+
+def _read_peaks(device: torch.device, module: Any) -> Peaks:
+    device = _with_index(device, module)
+    stats = _ask(module, "memory_stats_as_nested_dict", device)
+    if stats:  # on CUDA, the functions below are made of it and cost ten times as much
+        return Peaks(
+            allocated_bytes=_find_counter(stats, _PEAK_ALLOCATED),
+            reserved_bytes=_find_counter(stats, _PEAK_RESERVED),
+        )
+    names = ("max_memory_allocated", "max_memory_reserved")
+    peaks = [_ask(_first_with(name, device, module), name, device) for name in names]
+    return Peaks(allocated_bytes=peaks[0], reserved_bytes=peaks[1])
+
+
+def _peak_calls(
+    device: torch.device, module: Any
+) -> tuple[Callable[[], Peaks], Callable[[], None]]:
+    """Return the calls that read and reset the peaks of a device in use, looked up once."""
+    indexed = _with_index(device, module)
+    stats = getattr(module, "memory_stats_as_nested_dict", None)
+    reset = getattr(module, "reset_peak_memory_stats", None)
+
+    def read_now() -> Peaks:
+        try:
+            found = stats(indexed)  # type: ignore[misc]  # not None: an error like any other
+            allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+            return Peaks(allocated_bytes=allocated["peak"], reserved_bytes=reserved["peak"])
+        except Exception:  # another form, or none: the slow way knows more
+            return _read_peaks(indexed, module)
+
+    def reset_now() -> None:
+        try:
+            reset(indexed)  # type: ignore[misc]  # as above
+        except Exception:
+            _reset_peak(indexed, module)
+
+    return (
+        (lambda: _read_peaks(indexed, module)) if stats is None else read_now,
+        (lambda: _reset_peak(indexed, module)) if reset is None else reset_now,
+    )
+
+
+def _reset_peak(device: torch.device, module: Any) -> None:
+    name = "reset_peak_memory_stats"
+    _ask(_first_with(name, device, module), name, _with_index(device, module))
 
 
 def _read_driver(device: torch.device, module: Any) -> tuple[int | None, int | None]:

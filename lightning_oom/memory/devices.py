@@ -23,11 +23,12 @@ __all__ = [
     "reader_of",
     "release_cached",
     "reset_peak",
+    "take_peaks",
 ]
 
-_CPU = CPUReader()
-_MPS = MPSReader()
+_OWN_READERS: dict[str, DeviceReader] = {"cpu": CPUReader(), "mps": MPSReader()}
 _TORCH_MODULE = TorchModuleReader()
+_HOST = torch.device("cpu")
 
 
 def read_memory(device: torch.device | str) -> MemoryReading:
@@ -73,11 +74,33 @@ def reset_peak(device: torch.device | str) -> None:
         ValueError: torch does not know a device of that name.
     """
     device = as_device(device)
+    if has_keepers(_kept(device)):
+        take_peaks(device)
+    else:
+        reader_of(device).reset_peak(device)
+
+
+def take_peaks(device: torch.device | str, counted: Peaks | None = None) -> Peaks:
+    """Read the peaks of ``device``, hand them to whoever keeps peaks, and start again.
+
+    Args:
+        device: A device or its name.
+        counted: The peaks, where they have been read just now; ``None`` reads them.
+
+    Returns:
+        The peaks that ended.
+
+    Raises:
+        ValueError: torch does not know a device of that name.
+    """
+    device = as_device(device)
     reader = reader_of(device)
-    kept = one_device(device)
-    if has_keepers(kept):
-        fold_peaks(kept, reader.read_peaks(device))
-    reader.reset_peak(device)
+    if counted is None:
+        counted = reader.take_peaks(device)
+    else:
+        reader.reset_peak(device)
+    fold_peaks(_kept(device), counted)
+    return counted
 
 
 def read_peaks(device: torch.device | str) -> Peaks:
@@ -127,7 +150,7 @@ def reader_of(device: torch.device, *, below: DeviceReader | None = None) -> Dev
     reader = find_reader(device, below=below)
     if reader is not None:
         return reader
-    return {"cpu": _CPU, "mps": _MPS}.get(device.type, _TORCH_MODULE)
+    return _OWN_READERS.get(device.type, _TORCH_MODULE)
 
 
 def as_device(device: torch.device | str) -> torch.device:
@@ -157,5 +180,10 @@ def one_device(device: torch.device | str) -> torch.device:
     """
     device = as_device(device)
     if device.type == "cpu":
-        return torch.device("cpu")
+        return _HOST
     return device if device.index is not None else torch.device(current_device(device.type))
+
+
+def _kept(device: torch.device) -> torch.device:
+    """Return the device under which peaks are kept."""
+    return device if device.index is not None and device.type != "cpu" else one_device(device)

@@ -35,6 +35,8 @@ class Peaks:
 
     def joined(self, other: Peaks) -> Peaks:
         """Return the higher of each."""
+        if self is other or (self.allocated_bytes is None and self.reserved_bytes is None):
+            return other
         return Peaks(
             allocated_bytes=_higher(self.allocated_bytes, other.allocated_bytes),
             reserved_bytes=_higher(self.reserved_bytes, other.reserved_bytes),
@@ -48,14 +50,19 @@ class PeakKeeper(Protocol):
         """Remember ``peaks``, which the counters will not show any more."""
 
 
-_keepers: dict[torch.device, weakref.WeakSet[PeakKeeper]] = {}
-_lock = threading.Lock()
+_keepers: dict[torch.device, tuple[weakref.ref[PeakKeeper], ...]] = {}
+_lock = threading.RLock()  # a keeper may die, and be forgotten, while another one is added
 
 
 def keep_peaks(device: torch.device, keeper: PeakKeeper) -> None:
     """Tell ``keeper`` of every peak of ``device`` that ends, for as long as it lives."""
+
+    def forget(reference: weakref.ref[PeakKeeper]) -> None:
+        with _lock:
+            _keepers[device] = tuple(k for k in _keepers.get(device, ()) if k is not reference)
+
     with _lock:
-        _keepers.setdefault(device, weakref.WeakSet()).add(keeper)
+        _keepers[device] = (*_keepers.get(device, ()), weakref.ref(keeper, forget))
 
 
 def has_keepers(device: torch.device) -> bool:
@@ -65,10 +72,10 @@ def has_keepers(device: torch.device) -> bool:
 
 def fold_peaks(device: torch.device, peaks: Peaks) -> None:
     """Hand ``peaks`` to everyone who keeps those of ``device``."""
-    with _lock:
-        keepers = list(_keepers.get(device, ()))
-    for keeper in keepers:
-        keeper.fold(peaks)
+    for reference in _keepers.get(device, ()):
+        keeper = reference()
+        if keeper is not None:
+            keeper.fold(peaks)
 
 
 def _higher(one: int | None, other: int | None) -> int | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_oom.memory.devices import one_device, read_peaks, reset_peak
+from lightning_oom.memory.devices import one_device, read_peaks, take_peaks
 from lightning_oom.memory.peak_ledger import Peaks, keep_peaks
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["PeakWatch"]
+
+_NOTHING = Peaks()
 
 
 class PeakWatch:
@@ -44,7 +46,7 @@ class PeakWatch:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = one_device(device)
-        self._folded = Peaks()
+        self._folded = _NOTHING
         keep_peaks(self.device, self)
         self.restart()
 
@@ -56,10 +58,14 @@ class PeakWatch:
         """Return the peaks so far, and go on."""
         return self._folded.joined(read_peaks(self.device))
 
-    def take(self) -> Peaks:
-        """Return the peaks so far, and start again from what is held now."""
-        reset_peak(self.device)  # folds into this watch too
-        peaks, self._folded = self._folded, Peaks()
+    def take(self, counted: Peaks | None = None) -> Peaks:
+        """Return the peaks so far, and start again from what is held now.
+
+        Args:
+            counted: What the counters say, where they have been read just now.
+        """
+        take_peaks(self.device, counted)  # folds into this watch too
+        peaks, self._folded = self._folded, _NOTHING
         return peaks
 
     def restart(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_oom.memory.peak_ledger import Peaks
 from lightning_oom.memory.peaks import PeakWatch
 
 if TYPE_CHECKING:
     import torch
+
+    from lightning_oom.memory.peak_ledger import Peaks
 
 __all__ = ["PHASES", "PhasePeaks"]
 
@@ -44,15 +45,21 @@ class PhasePeaks:
         self._watch = PeakWatch(device)
         self._peaks: dict[str, Peaks] = {}
 
-    def enter(self, phase: str | None) -> None:
-        """End the present phase and begin another; ``None`` is a time that belongs to none."""
-        peaks = self._watch.take()
+    def enter(self, phase: str | None, counted: Peaks | None = None) -> None:
+        """End the present phase and begin another.
+
+        Args:
+            phase: The phase that begins; ``None`` is a time that belongs to none.
+            counted: What the counters say, where they have been read just now.
+        """
+        peaks = self._watch.take(counted)
         if self.phase is not None:
-            self._peaks[self.phase] = self._peaks.get(self.phase, Peaks()).joined(peaks)
+            before = self._peaks.get(self.phase)
+            self._peaks[self.phase] = peaks if before is None else before.joined(peaks)
         self.phase = phase
 
-    def take(self) -> dict[str, Peaks]:
-        """Return the peaks of every phase since the last call; the present phase goes on."""
-        self.enter(self.phase)
+    def take(self, then: str | None = None, counted: Peaks | None = None) -> dict[str, Peaks]:
+        """Begin another phase as :meth:`enter` does; return the peaks of each since the last call."""
+        self.enter(then, counted)
         peaks, self._peaks = self._peaks, {}
         return peaks

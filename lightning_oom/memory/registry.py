@@ -42,6 +42,12 @@ class DeviceReader:
     def reset_peak(self, device: torch.device) -> None:
         """Let the peaks of ``device`` start again from what is held now."""
 
+    def take_peaks(self, device: torch.device) -> Peaks:
+        """Return the peaks and let them start again; override it where one call can do both."""
+        peaks = self.read_peaks(device)
+        self.reset_peak(device)
+        return peaks
+
     def release_cached(self, device: torch.device) -> int | None:
         """Give cached memory back to ``device``; return the bytes, ``None`` if they are unknown."""
         return None
@@ -93,7 +99,9 @@ def find_reader(device: torch.device, *, below: DeviceReader | None = None) -> D
         device: The device to read.
         below: Ask only those that were registered before this one.
     """
-    entries = _readers.get(device.type, [])
+    entries = _readers.get(device.type)
+    if not entries:
+        return None
     if below is not None and below in entries:
         entries = entries[: entries.index(below)]
     return next((reader for reader in reversed(entries) if reader.covers(device)), None)

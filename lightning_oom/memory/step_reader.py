@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,27 +94,31 @@ class StepReader:
         self._saved.stop()
         self._saved.forget()
 
-    def read(self, step: int, stage: str) -> StepMemory:
+    def read(self, step: int, stage: str, *, then: str | None = None) -> StepMemory:
         """Read now.
 
         Args:
             step: What the reading calls itself.
             stage: Likewise.
+            then: The phase that begins now; ``None`` goes on with the present one.
 
         Returns:
             The reading. Peaks are those since the previous call.
         """
-        memory = self._read_device()
-        by_phase = {} if self._phases is None else self._phases.take()
-        peaks = Peaks()
-        for phase_peaks in by_phase.values():
-            peaks = peaks.joined(phase_peaks)
-        if by_phase:
-            memory = replace(
-                memory,
-                peak_allocated_bytes=peaks.allocated_bytes,
-                peak_reserved_bytes=peaks.reserved_bytes,
+        memory, by_phase = self._read_device(), {}
+        if self._phases is not None:
+            counted = Peaks(
+                allocated_bytes=memory.peak_allocated_bytes,
+                reserved_bytes=memory.peak_reserved_bytes,
             )
+            by_phase = self._phases.take(then or self._phases.phase, counted)
+            peaks = functools.reduce(Peaks.joined, by_phase.values(), counted)
+            if peaks != counted:
+                memory = replace(
+                    memory,
+                    peak_allocated_bytes=peaks.allocated_bytes,
+                    peak_reserved_bytes=peaks.reserved_bytes,
+                )
         sizes = {
             phase: found.allocated_bytes
             for phase, found in by_phase.items()

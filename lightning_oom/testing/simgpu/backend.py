@@ -119,6 +119,23 @@ def memory_stats(device: DeviceLike = None) -> dict[str, int]:
     return collect_stats(_find(device).allocator)
 
 
+def memory_stats_as_nested_dict(device: DeviceLike = None) -> dict[str, Any]:
+    """Return the counters that the model keeps at hand, without a walk over its blocks."""
+    allocator = _find(device).allocator
+    return {
+        "allocated_bytes": {
+            "all": {
+                "current": allocator.allocated_bytes,
+                "peak": allocator.peak_allocated_bytes,
+            }
+        },
+        "reserved_bytes": {
+            "all": {"current": allocator.reserved_bytes, "peak": allocator.peak_reserved_bytes}
+        },
+        "num_alloc_retries": allocator.alloc_retries,
+    }
+
+
 def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
     """Return a table of the counters for people."""
     chosen = _find(device)
@@ -211,6 +228,7 @@ _NAMES = (
     "memory_allocated",
     "memory_reserved",
     "memory_stats",
+    "memory_stats_as_nested_dict",
     "memory_summary",
     "reset_peak_memory_stats",
     "seed",
