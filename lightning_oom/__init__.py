@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_oom import errors, testing
     from lightning_oom.callbacks.cache_cleaner import CacheCleaner
     from lightning_oom.callbacks.memory_monitor import MemoryMonitor
+    from lightning_oom.callbacks.memory_profiler import MemoryProfiler
     from lightning_oom.callbacks.oom_recovery import OOMRecovery
     from lightning_oom.callbacks.oom_reporter import OOMReporter
     from lightning_oom.memory import MemoryReading, read_memory
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheCleaner",
     "MemoryMonitor",
+    "MemoryProfiler",
     "MemoryReading",
     "OOMCause",
     "OOMRecovery",
@@ -41,6 +43,7 @@ __all__ = [
 _HOMES = {
     "CacheCleaner": "lightning_oom.callbacks.cache_cleaner",
     "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
+    "MemoryProfiler": "lightning_oom.callbacks.memory_profiler",
     "MemoryReading": "lightning_oom.memory",
     "OOMCause": "lightning_oom.recovery.classify",
     "OOMRecovery": "lightning_oom.callbacks.oom_recovery",

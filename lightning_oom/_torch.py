@@ -26,6 +26,7 @@ __all__ = [
     "MODULE_INTERNALS",
     "SCALER_STATE",
     "SPARSE_CPU_KEYS",
+    "CudaHistory",
     "NormBase",
     "OutOfMemoryError",
     "TorchDispatchMode",
@@ -43,6 +44,7 @@ __all__ = [
     "host_storage_at",
     "is_backward_multithreaded",
     "is_compiled",
+    "is_profiling",
     "let_hooks_be_disabled",
     "module_buffers",
     "non_persistent_names",
@@ -379,3 +381,34 @@ def allocation_sites(device: torch.device) -> dict[int, str]:
                     break
             address += block.get("size", 0)
     return sites
+
+
+class CudaHistory:
+    """The recording of every allocation and free that CUDA's caching allocator makes."""
+
+    @staticmethod
+    def is_recording() -> bool:
+        """Say whether somebody records already."""
+        look = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+        return look is not None and bool(look())
+
+    @staticmethod
+    def start(max_entries: int) -> None:
+        """Record into a ring of ``max_entries``, with the lines of Python that allocate."""
+        torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+
+    @staticmethod
+    def stop() -> None:
+        """Record no more and drop what was recorded."""
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    @staticmethod
+    def dump(path: str) -> None:
+        """Write a snapshot that ``pytorch.org/memory_viz`` opens."""
+        torch.cuda.memory._dump_snapshot(path)
+
+
+def is_profiling() -> bool:
+    """Say whether a profiler of torch runs on this thread."""
+    look = getattr(torch.autograd, "_profiler_enabled", None)
+    return look is not None and bool(look())

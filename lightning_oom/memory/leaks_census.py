@@ -114,7 +114,8 @@ class _Census:
                 self._attribute(f"{path}.{name}", value, owner=owner, depth=depth)
 
     def _visit_module(self, path: str, module: torch.nn.Module, *, depth: int) -> None:
-        states = _list_states(module) if _is_metric_class(type(module)) else ()
+        cls: Any = type(module)
+        states = _list_states(module) if _is_metric_class(cls) else ()
         for name, value in list(vars(module).items()):
             if type(value) not in _PLAIN and name not in MODULE_INTERNALS:
                 self._attribute(
@@ -124,7 +125,7 @@ class _Census:
                     depth=depth,
                     kind="metric_state" if name in states else None,
                 )
-        if type(module).__module__.partition(".")[0] != "torch":  # torch's own keep their size
+        if cls.__module__.partition(".")[0] != "torch":  # torch's own keep their size
             for name, buffer in module_buffers(module).items():
                 self._attribute(f"{path}.{name}", buffer, owner=module, depth=depth)
         for name, child in module.named_children():
@@ -248,7 +249,7 @@ def _may_be_looked_into(value: Any) -> bool:
 
 
 @functools.cache
-def _is_metric_class(cls: type) -> bool:
+def _is_metric_class(cls: Any) -> bool:
     return any(base.__module__ == "torchmetrics.metric" for base in cls.__mro__)
 
 
