@@ -8,7 +8,7 @@ from optimizer_trainings import OPTIMIZERS, Outcome, Running, Training
 
 from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.recovery.portions import only, portions_of
-from lightning_oom.testing import memory_limit
+from lightning_oom.testing import SimulatedGPU, memory_limit
 
 EQUAL_SHAPES = tuple((64, 64) for _ in range(8))
 EQUAL_BYTES = 64 * 64 * 4
@@ -28,13 +28,12 @@ def run_limited(
         running.optimizer.step()
     running.make_gradients()
     before = running.outcome()
+    copy_bytes = running.parameters[0].nbytes
     error = None
     with memory_limit("1 GiB", device=training.device) as free:
         free.register([running.parameters, [p.grad for p in running.parameters], running.optimizer])
         live_bytes = free.live_bytes
-    with memory_limit(
-        int(live_bytes + spare_copies * EQUAL_BYTES), device=training.device
-    ) as limit:
+    with memory_limit(int(live_bytes + spare_copies * copy_bytes), device=training.device) as limit:
         limit.register(
             [running.parameters, [p.grad for p in running.parameters], running.optimizer]
         )
@@ -110,6 +109,26 @@ def test_a_step_that_cannot_fit_raises_with_nothing_moved(name: str, step: int) 
 def training_until(training: Training, steps: int) -> Outcome:
     """Return the outcome of an unguarded training of some steps."""
     return Training(training.kind, training.options, shapes=training.shapes, steps=steps).run()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_gpu_without_room_is_stepped_in_portions_or_not_at_all(step: int) -> None:
+    """The same on a device with an allocator of its own, whose blocks are larger than asked for."""
+    kind, options = OPTIMIZERS["adamw-foreach"]
+    gpu = SimulatedGPU("1 GiB").device
+    shapes = tuple((1024, 3072) for _ in range(3))
+    training = Training(kind, options, shapes=shapes, steps=step + 1, device=gpu)
+    wanted = training.run()
+    fresh = 0 if step else 6
+    _, after, error, running = run_limited(training, fresh + 1.5, step=step)
+    assert error is None
+    assert after.is_same(wanted)
+    assert len(running.reports) == 1
+
+    before, after, error, running = run_limited(training, 0.5, step=step)
+    assert isinstance(error, OutOfMemoryError)
+    assert after.is_same(before)
+    assert running.reports == []
 
 
 def test_a_portion_is_no_larger_than_the_largest_parameter() -> None:
