@@ -55,9 +55,8 @@ class MemoryMonitor(Callback):
     ``memory/peak_allocated_gib``          GiB    most held at once since the previous reading
     ``memory/reserved_gib``                GiB    taken from the device, cached memory included
     ``memory/peak_reserved_gib``           GiB    most of it since the previous reading
-    ``memory/used_fraction``               0..1   ``peak_allocated_gib`` over what the device can
-                                                  hold for this process
-    ``memory/headroom_gib``                GiB    the same limit minus ``peak_allocated_gib``
+    ``memory/used_fraction``               0..1   that peak over what the device can hold for it
+    ``memory/headroom_gib``                GiB    what the device can hold for it minus that peak
     ``memory/fragmentation_fraction``      0..1   part of what is reserved that no tensor uses
     ``memory/alloc_retries``               count  times the cache had to be emptied to go on
     ``memory/by_phase/<phase>_gib``        GiB    ``peak_allocated_gib`` of ``forward``,
