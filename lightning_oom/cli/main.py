@@ -16,6 +16,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, str] = {
     "demo": "train a small GPT three times: unlimited, limited, limited with OOMRecovery",
+    "explain": "say why memory ran out, from a log, a report or a memory snapshot",
 }
 """Verb to one-line help. ``lightning_oom.cli.<verb>`` holds ``add_arguments(parser)`` and
 ``run(arguments) -> exit status``, and is imported only when its verb is called."""
@@ -28,14 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; ``None`` takes those of the process.
 
     Returns:
-        The exit status: 0 when the verb did what it says, 1 when it could not.
+        The exit status: 0 when the verb did what it says, 1 when it could not, 2 when what it was
+        given cannot be read.
 
     Raises:
         SystemExit: The arguments cannot be read (status 2), or help was asked for (status 0).
 
     Example:
         >>> main([])  # doctest: +ELLIPSIS
-        usage: lightning-oom [-h] {demo} ...
+        usage: lightning-oom [-h] {demo,explain} ...
         <BLANKLINE>
         Survive, foresee and explain CUDA out of memory in PyTorch Lightning.
         ...

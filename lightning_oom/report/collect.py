@@ -48,6 +48,7 @@ class Scene:
         device: Where the model runs.
         module: The model.
         optimizers: Its optimizers.
+        may_go_on: The run may go on after this: look only where it is quick.
     """
 
     error: BaseException
@@ -55,6 +56,7 @@ class Scene:
     device: torch.device
     module: torch.nn.Module | None = None
     optimizers: Sequence[Optimizer] = ()
+    may_go_on: bool = False
 
 
 def collect_report(scene: Scene, *, include_values: bool = False, **known: Any) -> OOMReport:
@@ -110,7 +112,12 @@ def _describe_model(
     }
     census = _attempt(
         lambda: take_census(
-            device, module=module, optimizers=scene.optimizers, batch=batch, frames=frames
+            device,
+            module=module,
+            optimizers=scene.optimizers,
+            batch=batch,
+            frames=frames,
+            young_only=scene.may_go_on,
         )
     )
     facts["kinds"] = _attempt(lambda: _read_kinds(scene, batch, census, reading))

@@ -79,16 +79,16 @@ class LiveTensor:
     Attributes:
         owner: What holds it: ``"model.head.weight"``, ``"local 'scores' of forward"``, ...
         kind: A kind of :class:`~lightning_oom.memory.kinds.MemoryByKind` without its unit.
-        shape: Its shape.
-        dtype: As in ``"float32"``.
+        shape: Its shape; ``None`` for unknown.
+        dtype: As in ``"float32"``; ``None`` for unknown.
         num_bytes: What its storage holds.
         made_at: The line that allocated it; ``None`` without the allocator's history.
     """
 
     owner: str
     kind: str
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
     num_bytes: int
     made_at: str | None = None
 

@@ -55,10 +55,8 @@ def find_remedies(report: OOMReport, diagnoses: Sequence[Diagnosis]) -> tuple[Re
             suffices = _suffices(report, remedy)
             ranked.append((suffices is not True, dearness, _with_verdict(remedy, suffices)))
         found += [remedy for *_, remedy in sorted(ranked, key=lambda entry: entry[:2])]
-    unique = {remedy.action: remedy for remedy in reversed(found)}
-    return (
-        tuple(remedy for remedy in found if unique[remedy.action] is remedy)[:_MAX_REMEDIES] or ()
-    )
+    first = {remedy.setting or remedy.action: remedy for remedy in reversed(found)}
+    return tuple(r for r in found if first[r.setting or r.action] is r)[:_MAX_REMEDIES]
 
 
 def _suffices(report: OOMReport, remedy: Remedy) -> bool | None:

@@ -140,8 +140,8 @@ def tensor_rows(report: OOMReport) -> list[tuple[str, str, str, str, str]]:
     return [
         (
             format_bytes(tensor.num_bytes),
-            str(tensor.shape),
-            tensor.dtype,
+            "" if tensor.shape is None else str(tensor.shape),
+            tensor.dtype or "",
             KIND_LABELS.get(tensor.kind, tensor.kind),
             tensor.owner + (f", made at {tensor.made_at}" if tensor.made_at else ""),
         )
