@@ -160,8 +160,8 @@ def test_a_logger_that_fails_is_named_once_and_ends_nothing() -> None:
 def test_peaks_belong_to_phases_and_none_is_lost() -> None:
     """The peak of the run is the highest of its phases, whichever reading it falls into."""
     monitor = MemoryMonitor(every_n_steps=2, keep=100)
-    trainer = on_gpu(monitor, max_steps=5, num_sanity_val_steps=1)
-    trainer.fit(Wide(), wide_loader(), wide_loader(2))
+    trainer = on_gpu(monitor, num_sanity_val_steps=1)
+    trainer.fit(Wide(), wide_loader(5), wide_loader(2))
     first, second, last = monitor.readings
 
     assert set(first.peaks_by_phase) == set(PHASES[:4])  # the sanity check is a validation
@@ -239,8 +239,9 @@ def test_the_recovery_and_the_monitor_keep_their_peaks() -> None:
     assert guard.summary.num_recovered == 1
     assert [reading.step for reading in monitor.readings] == [1, 2, 3, 4, 5]
     assert all(r.memory.peak_allocated_bytes >= r.memory.allocated_bytes for r in monitor.readings)
-    after = monitor.readings[-1].peaks_by_phase
-    assert after == monitor.readings[1].peaks_by_phase
+    before, after = (monitor.readings[n].peaks_by_phase for n in (1, 4))
+    batch_bytes = 512 * 65 * 4  # one may wait for the collector
+    assert after == pytest.approx(before, abs=2 * batch_bytes)
 
 
 def test_nothing_is_synchronised(monkeypatch) -> None:
