@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -173,7 +173,9 @@ def python_backend_bases() -> tuple[Any, Any, Any]:
 
 def host_storage_at(address: int, num_bytes: int) -> torch.UntypedStorage:
     """Return a CPU storage over memory that something else owns and keeps alive."""
-    return torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), num_bytes)
+    cpu = torch.device("cpu")
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, cpu, num_bytes)
+    return cast("torch.UntypedStorage", storage)
 
 
 def aten_operators() -> Iterator[Any]:

@@ -67,29 +67,32 @@ class SliceCheck:
         module = self.trainer.lightning_module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         parameters = [p for _, p in named]
-        batch = self._smaller_batch() if whole_failed else self.batch
-        try:
-            with torch.enable_grad():
-                if batch is not None:
-                    return self._compare(
+        for batch in self._gradient_batches(whole_failed=whole_failed):
+            try:
+                with torch.enable_grad():
+                    verdict = self._compare(
                         batch,
                         lambda loss: torch.autograd.grad(loss, parameters, allow_unused=True),
                         [name for name, _ in named],
                     )
-        except Exception as error:
-            if classify_oom(error) is None:
-                raise
-            clear_frames(error)
-        collect_garbage()
+                if verdict.conclusive or verdict.separable:
+                    return verdict
+            except Exception as error:
+                if classify_oom(error) is None:
+                    raise
+                clear_frames(error)
+            collect_garbage()
         with torch.no_grad():
             return self._compare(self.batch, lambda loss: [loss.detach()], ["loss"])
 
-    def _smaller_batch(self) -> Any:
-        """Return a batch whose slice has fewer rows than the batch; ``None`` where none has two."""
+    def _gradient_batches(self, *, whole_failed: bool) -> list[Any]:
+        """Return batches to take slices from: of four rows, then of two, as far as they may fit."""
         rows = count_rows(self.batch) if self.split_fn is None else None
-        if rows is None or rows > _SLICE_ROWS:
-            return self.batch
-        return take_rows(self.batch, 0, rows - 1) if rows > 2 else None  # noqa: PLR2004 - two parts
+        if rows is None:
+            return [self.batch]
+        most = rows - 1 if whole_failed and rows <= _SLICE_ROWS else rows
+        smaller = [n for n in dict.fromkeys((min(most, _SLICE_ROWS), 2)) if n <= most and n > 1]
+        return [self.batch if n == _SLICE_ROWS else take_rows(self.batch, 0, n) for n in smaller]
 
     def _compare(
         self,

@@ -360,7 +360,8 @@ class OOMRecovery(Callback):
         if not summary.num_oom and not summary.num_optimizer:
             return []
         first = (
-            f"OOMRecovery: {summary.num_oom} batches ran out of memory, {summary.num_recovered} "
+            f"OOMRecovery: {summary.num_oom} batch{'' if summary.num_oom == 1 else 'es'} ran out of "
+            f"memory, {summary.num_recovered} "
             f"recovered, {summary.num_skipped} skipped; {summary.num_failed_attempts} failed "
             f"attempts, {summary.wasted_seconds:.1f} s lost."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_oom.recovery.plan import AttemptPlan, Trial
+from lightning_oom.recovery.plan import AttemptPlan, Mode, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -190,12 +190,11 @@ class SplitRung:
         )
 
 
-def _smaller(trial: Trial, mode: str) -> int | None:
+def _smaller(trial: Trial, mode: Mode) -> int | None:
     """Return fewer rows than failed: the policy's choice at first, then ever smaller ones."""
-    mode_ = "chunk" if mode == "chunk" else "split"
-    failed = trial.failed_rows(mode_)
+    failed = trial.failed_rows(mode)
     if failed is not None:
-        return trial.shrink(mode_, failed)
+        return trial.shrink(mode, failed)
     rows = trial.rows or 1
-    proposed = trial.propose(mode_)
-    return proposed if proposed < rows else trial.shrink(mode_, rows)
+    proposed = trial.propose(mode)
+    return proposed if proposed < rows else trial.shrink(mode, rows)
