@@ -1,8 +1,9 @@
 """Print what ``OOMRecovery`` costs in a run that never runs out of memory.
 
 Run ``python tests/benchmarks/idle_cost.py``. Bare and guarded fits take turns in one process; the
-time of a step is that between two ``on_train_batch_start``. Of each fit the median step counts, and
-of the fits the median difference of neighbours, since a shared machine drifts.
+time of a step is that between two ``on_train_batch_start``: of the processor on one thread, so that
+a shared machine matters less, or with ``--wall`` of the clock. Of each fit the median step counts,
+and of the fits the median difference of neighbours.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ WARM_UP_STEPS = 5
 class StepTimes(Callback):
     """Seconds between the starts of neighbouring steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.starts: list[float] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
         """Note the time."""
-        self.starts.append(time.perf_counter())
+        self.starts.append(self.clock())
 
     def median_seconds(self) -> float:
         """Of all steps after the first few."""
@@ -61,11 +63,17 @@ def campaign() -> tuple[LightningModule, Any]:
     return CampaignModel(), campaign_loader()
 
 
-def step_seconds(make: Callable[[], tuple[LightningModule, Any]], steps: int, *, on: bool) -> float:
+def step_seconds(
+    make: Callable[[], tuple[LightningModule, Any]],
+    steps: int,
+    *,
+    on: bool,
+    clock: Callable[[], float],
+) -> float:
     """Median time of a step of one fit."""
     from lightning_oom import OOMRecovery
 
-    times = StepTimes()
+    times = StepTimes(clock)
     model, loader = make()
     guard = [OOMRecovery(verbose=False)] if on else []
     trainer = quiet(*guard, times, max_steps=steps, max_epochs=None, logger=False)
@@ -80,17 +88,24 @@ def main(arguments: list[str] | None = None) -> None:
     """Print one line a model."""
     parser = argparse.ArgumentParser(description="The cost of an idle guard.")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--wall", action="store_true", help="time of the clock")
+    parser.add_argument("--only", default="", help="models whose name contains this")
     options = parser.parse_args(arguments)
+    clock = time.perf_counter if options.wall else time.process_time
     print(f"{'model':<16} {'bare us/step':>12} {'guarded us/step':>15} {'cost us':>8} {'ratio':>7}")
     for name, make, steps in (
         ("BoringModel", boring, 300),
         ("campaign model", campaign, 60),
         ("demo model", demo, 25),
     ):
+        if options.only not in name:
+            continue
         bare, guarded = [], []
         for turn in range(options.rounds):
             for on in (turn % 2 == 0, turn % 2 == 1):
-                (guarded if on else bare).append(step_seconds(make, steps, on=on) * 1e6)
+                (guarded if on else bare).append(
+                    step_seconds(make, steps, on=on, clock=clock) * 1e6
+                )
         cost = statistics.median(b - a for a, b in zip(bare, guarded, strict=True))
         base = statistics.median(bare)
         print(

@@ -14,7 +14,7 @@ from fits import AtBatch, end_state, fit, quiet, recovery
 from lightning.pytorch import LightningModule, Trainer
 from states import compare
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.testing import memory_limit
@@ -126,29 +126,47 @@ def test_the_guard_holds_no_tensor_between_steps(ladder):
     assert found == []
 
 
-class LossWatched(TinyRegressor):
-    """Says at each step whether the loss of the step before is still alive."""
+class FreshRows(Dataset):
+    """Makes each batch when it is asked for, and keeps none."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.full((8, 8), 0.1 * index)
+        return x, x.sum(-1)
+
+
+class Watched(TinyRegressor):
+    """Says at each step what of the step before is still alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.previous: list[Any] = []
-        self.alive: list[bool] = []
+        self.previous: dict[str, Any] = {}
+        self.alive: list[str] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Look, then remember weakly."""
-        if batch_idx > 1:
-            self.alive.append(self.previous[-1]() is not None)
-        loss = super().training_step(batch, batch_idx)
-        self.previous.append(weakref.ref(loss))
-        return loss
+        self.alive += [name for name, reference in self.previous.items() if reference() is not None]
+        loss, extra = super().training_step(batch, batch_idx), torch.zeros(8)
+        held = {"batch": batch[0], "loss": loss, "extra": extra}
+        self.previous = {name: weakref.ref(tensor) for name, tensor in held.items()}
+        return {"loss": loss, "extra": extra}
 
 
-def test_the_loss_of_a_step_is_gone_at_the_next():
-    """As in a bare Trainer (PL#9336)."""
-    _, bare = fit(LossWatched, batches_of([8] * 5))
-    _, guarded = fit(LossWatched, batches_of([8] * 5), recovery())
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nothing_of_a_step_is_alive_at_the_next(accumulate):
+    """Batch, loss and outputs die as in a bare Trainer, without waiting for the collector (PL#9336)."""
+    loader = DataLoader(FreshRows(), batch_size=None)
+    gc.collect()
+    gc.disable()
+    try:
+        _, bare = fit(Watched, loader, accumulate_grad_batches=accumulate)
+        _, guarded = fit(Watched, loader, recovery(), accumulate_grad_batches=accumulate)
+    finally:
+        gc.enable()
 
-    assert guarded.alive == bare.alive == [False] * 3
+    assert guarded.alive == bare.alive == []
 
 
 def live_tensors() -> int:
