@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_oom.recovery.batch_types import batch_type
+from lightning_oom.recovery.batches.batch_types import batch_type
 from lightning_oom.report.record import BatchLeaf
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from lightning_oom.memory import read_memory
 from lightning_oom.memory.kinds import MemoryByKind, read_kinds
 from lightning_oom.memory.nvml import ProcessMemory, read_processes
 from lightning_oom.recovery.batches import count_rows
-from lightning_oom.recovery.containers import batch_tensors
+from lightning_oom.recovery.batches.containers import batch_tensors
 from lightning_oom.report.batch import describe_leaves
 from lightning_oom.report.frames import code_lines, failed_frames, find_batch, find_module
 from lightning_oom.report.live import Census, take_census

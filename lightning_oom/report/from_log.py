@@ -26,7 +26,9 @@ _RANK = re.compile(r"^\[(?:rank ?)?(\d+)\]:", re.MULTILINE)
 _ERROR_LINE = re.compile(
     r"^(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|ENOMEM))(?::[ \t]?|$)", re.MULTILINE
 )
-_MEMORY_WORD = re.compile(r"memory|alloc|ENOMEM|shm|CUDNN|CUBLAS|Killed|Bus error", re.IGNORECASE)
+_MEMORY_WORD = re.compile(
+    r"memory|alloc|ENOMEM|shm|CUDNN|CUBLAS|paging file|Killed|Bus error", re.IGNORECASE
+)
 _PROGRESS = re.compile(r"Epoch (\d+):[^\n\r]*?\b(\d+)/(?:\d+|\?|--)")
 _TRACEBACK = "Traceback (most recent call last)"
 _CLASSES: dict[str, type[BaseException]] = {

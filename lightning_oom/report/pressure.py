@@ -106,6 +106,7 @@ def find_too_big(report: OOMReport) -> tuple[float, list[str]] | None:
         lines.append(
             f"{share:.0%} of what was allocated: {_KIND_NAMES[kind]} ({format_bytes(amount)})"
         )
+    lines = lines or [f"the error: {report.cause.message.splitlines()[0][:160]}"]
     return (0.7 if missing else 0.5 if requested is not None else 0.4), lines
 
 

@@ -88,7 +88,7 @@ def _pixels(figure: Any) -> Any:
     """Render without pyplot, which ``add_figure`` would import; return an array (rows, columns, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - heavy, and for the end of a run
 
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
 
@@ -104,8 +104,8 @@ def _draw_lines(axes: Any, readings: Sequence[StepMemory], oom_steps: list[int])
             style = "--" if name == "limit_bytes" else "-"
             axes.plot(*zip(*points, strict=True), style, label=label, color=color, linewidth=1.6)
     for number, step in enumerate(oom_steps):
-        name = "out of memory" if number == 0 else None
-        axes.axvline(step, color="#e15759", linewidth=1, alpha=0.6, label=name)
+        marker = "out of memory" if number == 0 else None
+        axes.axvline(step, color="#e15759", linewidth=1, alpha=0.6, label=marker)
     axes.set_title(f"Memory of {readings[-1].memory.device}")
     _finish(axes)
 
