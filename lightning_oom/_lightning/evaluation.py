@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_oom._lightning.log_check import differing_logs, explain_differing_logs
 from lightning_oom._lightning.results import LogRecorder, ResultsPart
 from lightning_oom.recovery.batches import split_batch
+from lightning_oom.recovery.batches.part_rows import rows_of_parts
 from lightning_oom.recovery.outputs import merge_outputs
-from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.separability import Separability
 from lightning_oom.recovery.snapshot import Attributes, BatchContainers, merge_attributes
 from lightning_oom.undo import Undo, UndoStack, shadow

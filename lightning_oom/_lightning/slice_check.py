@@ -10,7 +10,7 @@ import torch
 from lightning_oom._lightning.log_check import differing_logs
 from lightning_oom._lightning.results import LogRecorder
 from lightning_oom.recovery.batches import count_rows, take_rows
-from lightning_oom.recovery.chunk_gain import ChunkGain, estimate_chunk_gain
+from lightning_oom.recovery.chunked.chunk_gain import ChunkGain, estimate_chunk_gain
 from lightning_oom.recovery.classify import classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.separability import check_separable

@@ -13,10 +13,10 @@ from lightning_oom._lightning.log_check import explain_differing_logs
 from lightning_oom._lightning.results import LogRecorder
 from lightning_oom._lightning.slice_check import SliceCheck
 from lightning_oom.recovery.batches import split_batch
+from lightning_oom.recovery.batches.part_rows import rows_of_parts
 from lightning_oom.recovery.batchnorm import merged_batchnorm
 from lightning_oom.recovery.chunked import chunked_children
 from lightning_oom.recovery.outputs import merge_outputs
-from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.snapshot import BatchContainers, merge_attributes
 from lightning_oom.undo import Undo, shadow
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lightning_oom._lightning.train_setup import TrainSetup
-    from lightning_oom.recovery.chunk_gain import ChunkGain
+    from lightning_oom.recovery.chunked.chunk_gain import ChunkGain
     from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
     from lightning_oom.recovery.separability import Separability
     from lightning_oom.recovery.snapshot import SavedSnapshot

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from lightning_oom.memory import MemoryReading
     from lightning_oom.recovery.batches import BatchSignature
-    from lightning_oom.recovery.chunk_gain import ChunkGain
+    from lightning_oom.recovery.chunked.chunk_gain import ChunkGain
     from lightning_oom.recovery.classify import OOMCause
     from lightning_oom.recovery.separability import Separability
 

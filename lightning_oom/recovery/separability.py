@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from lightning_oom.recovery.batches import batch_tensors, count_rows, take_rows
+from lightning_oom.recovery.batches.part_rows import rows_of_parts
 from lightning_oom.recovery.classify import classify_oom
-from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.randomness import FixedRandomness, fixed_randomness, uses_cuda
 from lightning_oom.recovery.slices import choose_windows
 

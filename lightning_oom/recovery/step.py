@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lightning_oom.errors import BatchSplitError, add_note
 from lightning_oom.memory import read_memory, release_cached
 from lightning_oom.recovery.batches import count_rows, describe_batch
+from lightning_oom.recovery.batches.part_rows import rows_of_parts
 from lightning_oom.recovery.classify import OOMCause, classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.events import StepOutcome
 from lightning_oom.recovery.learning import RowsLearning
-from lightning_oom.recovery.part_rows import rows_of_parts
 from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
 from lightning_oom.recovery.slice_questions import SliceQuestions
 from lightning_oom.recovery.snapshot.compose import SavedSnapshot, Snapshot
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_oom.memory import MemoryReading
-    from lightning_oom.recovery.chunk_gain import ChunkGain
+    from lightning_oom.recovery.chunked.chunk_gain import ChunkGain
     from lightning_oom.recovery.knowledge import RowsPolicies
     from lightning_oom.recovery.ladder import Ladder
     from lightning_oom.recovery.separability import Separability

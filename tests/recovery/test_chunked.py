@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_oom._torch import OutOfMemoryError
-from lightning_oom.recovery.chunk_gain import estimate_chunk_gain
 from lightning_oom.recovery.chunked import chunked_children
+from lightning_oom.recovery.chunked.chunk_gain import estimate_chunk_gain
 
 ROWWISE = {
     "tensor": lambda self, h, x: h,

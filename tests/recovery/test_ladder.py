@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_oom.memory import MemoryReading
-from lightning_oom.recovery.chunk_gain import ChunkGain
+from lightning_oom.recovery.chunked.chunk_gain import ChunkGain
 from lightning_oom.recovery.classify import OOMCause
 from lightning_oom.recovery.ladder import ChunkRung, Ladder, ReleaseRung, SplitRung
 from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_oom.recovery.batches import BatchSignature
-from lightning_oom.recovery.bounds import RowBounds
-from lightning_oom.recovery.peak_model import PeakModel
 from lightning_oom.recovery.rows import RowsPolicy
+from lightning_oom.recovery.rows.bounds import RowBounds
+from lightning_oom.recovery.rows.peak_model import PeakModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

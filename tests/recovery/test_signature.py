@@ -13,8 +13,8 @@ from batch_cases import AMBIGUOUS, COUNTED, Graphs, X, Y, boxes, images, rows
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_oom.recovery.batches import BatchSignature, count_rows, describe_batch
-from lightning_oom.recovery.row_plan import plan_rows
-from lightning_oom.recovery.signature import quick_rows
+from lightning_oom.recovery.batches.row_plan import plan_rows
+from lightning_oom.recovery.batches.signature import quick_rows
 
 
 @pytest.fixture(autouse=True)

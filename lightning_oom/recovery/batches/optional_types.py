@@ -6,7 +6,7 @@ import copy
 import sys
 from typing import Any
 
-from lightning_oom.recovery.batch_types import (
+from lightning_oom.recovery.batches.batch_types import (
     BatchType,
     attribute_tensors,
     register_batch_type,

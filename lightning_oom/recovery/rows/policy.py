@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_oom.recovery.row_groups import Groups, Place
+from lightning_oom.recovery.rows.row_groups import Groups, Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,9 +36,9 @@ class RowsPolicy:
 
     Before anything has failed, the answer is the whole batch, at the cost of one comparison.
     Afterwards it is the most rows whose predicted peak stays below the limit by a margin
-    (:class:`~lightning_oom.recovery.peak_model.PeakModel`), never as many as are known not to fit,
+    (:class:`~lightning_oom.recovery.rows.peak_model.PeakModel`), never as many as are known not to fit,
     and never fewer than are known to fit
-    (:class:`~lightning_oom.recovery.bounds.RowBounds`). Where no peaks can be read, the bounds
+    (:class:`~lightning_oom.recovery.rows.bounds.RowBounds`). Where no peaks can be read, the bounds
     alone decide and failures halve.
 
     Memory that another process takes shows as failures where the prediction was sure of success;

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_oom.recovery.chunk_check import reason_against
+from lightning_oom.recovery.chunked.chunk_check import reason_against
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@ Every node of a batch is one of four things:
 
 * *fields*: parts side by side, each with all the rows (mapping, named tuple, dataclass);
 * *items*: a sequence, either of fields or with one item per row - which of the two, the
-  :mod:`~lightning_oom.recovery.row_plan` finds out;
+  :mod:`~lightning_oom.recovery.batches.row_plan` finds out;
 * *rows*: a leaf that can be cut (tensor, array, packed sequence, graph batch);
 * *shared*: a leaf that every micro-batch gets whole (number, string, ``None``, 0-d tensor).
 
@@ -39,8 +39,8 @@ __all__ = [
 Role = Literal["fields", "items", "rows", "shared"]
 
 _OPTIONAL = {
-    "tensordict": "lightning_oom.recovery.optional_types",
-    "torch_geometric": "lightning_oom.recovery.optional_types",
+    "tensordict": "lightning_oom.recovery.batches.optional_types",
+    "torch_geometric": "lightning_oom.recovery.batches.optional_types",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_oom.recovery.oom_form import LINE_START, OOMPattern, form
+from lightning_oom.recovery.classify.oom_form import LINE_START, OOMPattern, form
 
 __all__ = ["HOST_FORMS", "SHARED_MEMORY_FORMS"]
 

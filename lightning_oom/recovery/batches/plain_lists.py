@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_oom.recovery.batch_types import PLAIN_CLASSES, attribute_tensors, batch_type
+from lightning_oom.recovery.batches.batch_types import PLAIN_CLASSES, attribute_tensors, batch_type
 
 __all__ = ["cut_plain", "is_plain", "plain_lengths", "slice_items"]
 

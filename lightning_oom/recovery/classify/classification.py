@@ -1,7 +1,7 @@
 """Tell whether an error means that memory ran out, whose memory, and what the error says about it.
 
 The class of the error is asked first, then the one table of message forms
-(:data:`~lightning_oom.recovery.oom_patterns.OOM_PATTERNS`), then the errors it came from.
+(:data:`~lightning_oom.recovery.classify.oom_patterns.OOM_PATTERNS`), then the errors it came from.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING
 
 from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.errors import LightningOOMError
-from lightning_oom.recovery.message_amounts import parse_amounts
-from lightning_oom.recovery.oom_form import Confidence, OOMPattern, Scope
-from lightning_oom.recovery.oom_patterns import OOM_PATTERNS, SPLIT_ON_CPU_KINDS, pattern_table
+from lightning_oom.recovery.classify.message_amounts import parse_amounts
+from lightning_oom.recovery.classify.oom_form import Confidence, OOMPattern, Scope
+from lightning_oom.recovery.classify.oom_patterns import (
+    OOM_PATTERNS,
+    SPLIT_ON_CPU_KINDS,
+    pattern_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +57,7 @@ class OOMCause:
 
     Attributes:
         kind: What failed; the kinds are listed at
-            :class:`~lightning_oom.recovery.oom_form.OOMPattern`.
+            :class:`~lightning_oom.recovery.classify.oom_form.OOMPattern`.
         scope: Whose memory: ``"device"``, ``"host"`` or ``"host_shm"``.
         confidence: ``"likely"`` where the error does not say plainly that memory ran out.
         message: First lines of the text.

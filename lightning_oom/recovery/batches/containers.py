@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_oom.recovery import tensor_types as _tensor_types  # noqa: F401 - enters its types
-from lightning_oom.recovery.batch_types import PLAIN_CLASSES, attribute_tensors, batch_type
+from lightning_oom.recovery.batches import tensor_types as _tensor_types  # noqa: F401 - enters its types
+from lightning_oom.recovery.batches.batch_types import PLAIN_CLASSES, attribute_tensors, batch_type
 
 __all__ = ["batch_tensors", "copy_containers"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_oom.errors import BatchSplitError
-from lightning_oom.recovery.batch_types import BatchType, register_batch_type
+from lightning_oom.recovery.batches.batch_types import BatchType, register_batch_type
 
 __all__ = ["ARRAY", "PACKED_SEQUENCE", "TENSOR"]
 

@@ -8,9 +8,9 @@ sent from another process), so that an error that merely mentions the words is n
 
 from __future__ import annotations
 
-from lightning_oom.recovery.device_forms import ALLOCATOR_FORMS, DEVICE_FORMS
-from lightning_oom.recovery.host_forms import HOST_FORMS, SHARED_MEMORY_FORMS
-from lightning_oom.recovery.oom_form import OOMPattern, form
+from lightning_oom.recovery.classify.device_forms import ALLOCATOR_FORMS, DEVICE_FORMS
+from lightning_oom.recovery.classify.host_forms import HOST_FORMS, SHARED_MEMORY_FORMS
+from lightning_oom.recovery.classify.oom_form import OOMPattern, form
 
 __all__ = ["OOM_PATTERNS", "SPLIT_ON_CPU_KINDS", "OOMPattern", "pattern_table"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_oom.recovery.oom_form import LINE_START, OOMPattern, form
+from lightning_oom.recovery.classify.oom_form import LINE_START, OOMPattern, form
 
 __all__ = ["ALLOCATOR_FORMS", "DEVICE_FORMS"]
 

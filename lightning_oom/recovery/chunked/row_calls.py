@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_oom.recovery import tensor_types as _tensor_types  # noqa: F401 - enters its types
-from lightning_oom.recovery.batch_types import batch_type
+from lightning_oom.recovery.batches import tensor_types as _tensor_types  # noqa: F401 - enters its types
+from lightning_oom.recovery.batches.batch_types import batch_type
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

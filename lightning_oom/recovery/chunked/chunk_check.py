@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_oom._torch import read_version
-from lightning_oom.recovery.batch_types import batch_type
 from lightning_oom.recovery.batches import batch_tensors
+from lightning_oom.recovery.batches.batch_types import batch_type
 from lightning_oom.recovery.batchnorm import find_batch_coupled
+from lightning_oom.recovery.chunked.module_state import ModuleState
+from lightning_oom.recovery.chunked.row_calls import Joint, cut_call, find_joint
 from lightning_oom.recovery.classify import classify_oom
-from lightning_oom.recovery.module_state import ModuleState
 from lightning_oom.recovery.randomness import fixed_randomness
-from lightning_oom.recovery.row_calls import Joint, cut_call, find_joint
 from lightning_oom.recovery.slices import choose_windows
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_oom.errors import BatchSplitError
-from lightning_oom.recovery.batch_types import register_splitter
-from lightning_oom.recovery.containers import batch_tensors, copy_containers
-from lightning_oom.recovery.row_plan import plan_rows
-from lightning_oom.recovery.signature import BatchSignature, describe_batch, quick_rows
+from lightning_oom.recovery.batches.batch_types import register_splitter
+from lightning_oom.recovery.batches.containers import batch_tensors, copy_containers
+from lightning_oom.recovery.batches.row_plan import plan_rows
+from lightning_oom.recovery.batches.signature import BatchSignature, describe_batch, quick_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ def split_batch(
         batch: A tensor of shape ``(rows, ...)``, or any nesting of mappings, sequences, named
             tuples and dataclasses with such tensors as leaves; also NumPy arrays, packed
             sequences, nested and sparse tensors, and types entered with
-            :func:`~lightning_oom.recovery.batch_types.register_splitter`. A list or tuple that
+            :func:`~lightning_oom.recovery.batches.batch_types.register_splitter`. A list or tuple that
             holds no tensor and has ``rows`` items (file names, captions) is cut like a tensor, as
             is a list with one tensor, mapping or tuple per row (images of unequal sizes). Leaves
             without rows (0-d tensors, numbers, strings, ``None``, sets) are shared by all.

@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_oom.recovery.bounds import Dims
+    from lightning_oom.recovery.rows.bounds import Dims
 
 __all__ = ["PeakModel"]
 

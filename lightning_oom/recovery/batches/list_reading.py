@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from lightning_oom.recovery.batch_types import batch_type
+from lightning_oom.recovery.batches.batch_types import batch_type
 
 if TYPE_CHECKING:
-    from lightning_oom.recovery.row_options import Node, Option
+    from lightning_oom.recovery.batches.row_options import Node, Option
 
 __all__ = ["MANY_ITEMS", "Reading", "are_alike", "may_be_image", "prefer_reading"]
 

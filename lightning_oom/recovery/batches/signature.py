@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_oom.recovery.batch_types import PLAIN_CLASSES, batch_type
-from lightning_oom.recovery.containers import batch_tensors
-from lightning_oom.recovery.list_reading import MANY_ITEMS, may_be_image
-from lightning_oom.recovery.row_plan import plan_rows
+from lightning_oom.recovery.batches.batch_types import PLAIN_CLASSES, batch_type
+from lightning_oom.recovery.batches.containers import batch_tensors
+from lightning_oom.recovery.batches.list_reading import MANY_ITEMS, may_be_image
+from lightning_oom.recovery.batches.row_plan import plan_rows
 
 if TYPE_CHECKING:
-    from lightning_oom.recovery.row_options import Node
+    from lightning_oom.recovery.batches.row_options import Node
 
 __all__ = ["BatchSignature", "describe_batch", "quick_rows"]
 
@@ -163,7 +163,7 @@ def _are_fields(node: list[Any] | tuple[Any, ...]) -> bool:
     """Whether the items of a sequence surely are fields, such as those of ``(x, y)``.
 
     Two tensors that differ in dtype or in number of dimensions cannot be two samples; of others,
-    up to three are fields unless they look like images, as in :mod:`~lightning_oom.recovery.row_plan`.
+    up to three are fields unless they look like images, as in :mod:`~lightning_oom.recovery.batches.row_plan`.
     """
     tensors = [item for item in node if isinstance(item, Tensor)]
     if not tensors:

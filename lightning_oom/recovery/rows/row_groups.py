@@ -6,8 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_oom.recovery.bounds import Dims, RowBounds
-from lightning_oom.recovery.peak_model import PeakModel
+from lightning_oom.recovery.rows.bounds import Dims, RowBounds
+from lightning_oom.recovery.rows.peak_model import PeakModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 A list of tensors can be read in two ways: as *fields* that each hold all rows (``[x, y]``), or as
 *samples*, one item per row (the images of a detector, all of another size). Every reading under
 which the whole batch agrees on one number of rows is kept; where several are left, the doubtful
-lists are weighed (:mod:`~lightning_oom.recovery.list_reading`), and where that does not decide,
+lists are weighed (:mod:`~lightning_oom.recovery.batches.list_reading`), and where that does not decide,
 there is no plan but an error.
 """
 
@@ -13,11 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_oom.errors import BatchSplitError
-from lightning_oom.recovery import tensor_types as _tensor_types  # noqa: F401 - enters its types
-from lightning_oom.recovery.batch_types import attribute_tensors, batch_type
-from lightning_oom.recovery.list_reading import are_alike, prefer_reading
-from lightning_oom.recovery.plain_lists import cut_plain, is_plain, plain_lengths, slice_items
-from lightning_oom.recovery.row_options import (
+from lightning_oom.recovery.batches import tensor_types as _tensor_types  # noqa: F401 - enters its types
+from lightning_oom.recovery.batches.batch_types import attribute_tensors, batch_type
+from lightning_oom.recovery.batches.list_reading import are_alike, prefer_reading
+from lightning_oom.recovery.batches.plain_lists import (
+    cut_plain,
+    is_plain,
+    plain_lengths,
+    slice_items,
+)
+from lightning_oom.recovery.batches.row_options import (
     SHARED_OPTION,
     Clash,
     Node,

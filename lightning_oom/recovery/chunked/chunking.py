@@ -14,8 +14,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_oom.recovery.batches import split_sizes
-from lightning_oom.recovery.chunk_check import ChunkVerdict, check_call, reason_against
-from lightning_oom.recovery.row_calls import Joint, cut_call, describe_call, find_joint, join
+from lightning_oom.recovery.chunked.chunk_check import ChunkVerdict, check_call, reason_against
+from lightning_oom.recovery.chunked.row_calls import (
+    Joint,
+    cut_call,
+    describe_call,
+    find_joint,
+    join,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping
@@ -81,7 +87,7 @@ def chunked_children(
         Costs one more forward of what is chunked. Dropout masks are drawn chunk by chunk: the
         distribution is the same, the numbers are not. Peak memory falls by what the children keep
         inside, not by their outputs; see
-        :func:`~lightning_oom.recovery.chunk_gain.estimate_chunk_gain`.
+        :func:`~lightning_oom.recovery.chunked.chunk_gain.estimate_chunk_gain`.
 
     Example:
         >>> from torch import nn
