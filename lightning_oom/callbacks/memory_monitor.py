@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +9,13 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_oom._lightning.steps import finished_batches
+from lightning_oom.callbacks._leak_watch import LeakWatch
 from lightning_oom.callbacks._outlets import (
     LoggerOutlet,
     show_in_progress_bar,
-    warn_leak,
     warn_near_limit,
 )
+from lightning_oom.callbacks._tensorboard import draw_run, lay_out_charts
 from lightning_oom.memory.ranks import RankAggregates
 from lightning_oom.memory.step_reader import StepReader
 from lightning_oom.undo import UndoStack
@@ -55,6 +55,7 @@ class MemoryMonitor(Callback):
     ``memory/peak_allocated_gib``          GiB    most held at once since the previous reading
     ``memory/reserved_gib``                GiB    taken from the device, cached memory included
     ``memory/peak_reserved_gib``           GiB    most of it since the previous reading
+    ``memory/limit_gib``                   GiB    what the device can hold for this process
     ``memory/used_fraction``               0..1   that peak over what the device can hold for it
     ``memory/headroom_gib``                GiB    what the device can hold for it minus that peak
     ``memory/fragmentation_fraction``      0..1   part of what is reserved that no tensor uses
@@ -77,6 +78,9 @@ class MemoryMonitor(Callback):
     and XPU ask the caching allocator; MPS has no peak, so ``peak_*`` is absent; CPU reports the
     resident set of the process against physical memory. Other processes come from NVML; without it,
     and in containers that number their processes anew, they are absent.
+
+    TensorBoard opens with these in its Custom Scalars tab, in a category "Memory", and gets a picture
+    of the run at its end (with matplotlib).
 
     Kinds are counted from the live tensors at the end of forward, backward and optimizer of the step
     that is read; logged is the fullest of these moments, and ``kinds_by_phase`` of a reading has all.
@@ -170,8 +174,7 @@ class MemoryMonitor(Callback):
     def _forget_run(self) -> None:
         self._reader: StepReader | None = None
         self._undos = UndoStack()
-        self._leak_finder: Any = None
-        self._leaks_named: set[str] = set()
+        self._leaks = LeakWatch(is_on=False)
         self._outlet = LoggerOutlet("MemoryMonitor")
         self._warned = False
         self._every = 0
@@ -198,10 +201,8 @@ class MemoryMonitor(Callback):
             self._last_step = trainer.global_step
             if self.progress_bar:
                 self._undos.push(show_in_progress_bar(trainer, self._latest))
-            if self._find_leaks:
-                from lightning_oom.memory.leaks import LeakFinder  # noqa: PLC0415 - only when asked
-
-                self._leak_finder = LeakFinder()
+            self._leaks = LeakWatch(is_on=self._find_leaks)
+            self._undos.push(lay_out_charts(trainer))
         self._reader.enter(phase)
 
     def _close(self) -> None:
@@ -213,7 +214,8 @@ class MemoryMonitor(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the thread and the NVML session."""
+        """End the thread and the NVML session, and say what is left behind."""
+        self._leaks.at_end(trainer, pl_module)
         self._close()
 
     @override
@@ -279,18 +281,19 @@ class MemoryMonitor(Callback):
             self._read(trainer, trainer.global_step, "train", then="forward")
         else:
             reader.enter("forward")
-        self._look_for_leaks(trainer, pl_module, trainer.global_step)
+        self._leaks.after_batch(trainer, pl_module, step=trainer.global_step, stage="train")
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reduce over ranks, where asked for."""
-        self._log_over_ranks(trainer, finished_batches(trainer))
+        self._end_epoch(trainer, "train", finished_batches(trainer))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read what no reading has covered."""
         if self._is_owed and self._reader is not None:
             self._read(trainer, trainer.global_step, "train")
+        draw_run(trainer, self.readings)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -304,6 +307,7 @@ class MemoryMonitor(Callback):
             if self._reader is not None:
                 self._reader.enter("forward")
             self._is_owed = True
+            self._leaks.after_epoch(trainer, "validate")
         else:
             self._end_evaluation(trainer, "validate")
 
@@ -314,6 +318,8 @@ class MemoryMonitor(Callback):
         """Read after every n-th batch, unless this is a phase of a fit."""
         if trainer.state.fn != "fit":
             self._end_batch(trainer, pl_module, "validate")
+        else:
+            self._leaks.after_batch(trainer, pl_module, step=args[2], stage="validate")
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -355,12 +361,17 @@ class MemoryMonitor(Callback):
             if self.breakdown:
                 self._reader.break_down(stage, pl_module, (), None)
             self._read(trainer, self._num_batches, stage)
-        self._look_for_leaks(trainer, pl_module, self._num_batches)
+        self._leaks.after_batch(trainer, pl_module, step=self._num_batches, stage=stage)
 
     def _end_evaluation(self, trainer: Trainer, stage: str) -> None:
         if self._is_owed and self._reader is not None:
             self._read(trainer, self._num_batches, stage)
-        self._log_over_ranks(trainer, self._num_batches)
+        self._end_epoch(trainer, stage, self._num_batches)
+        draw_run(trainer, self.readings)
+
+    def _end_epoch(self, trainer: Trainer, stage: str, step: int) -> None:
+        self._log_over_ranks(trainer, step)
+        self._leaks.after_epoch(trainer, stage)
 
     def _read(self, trainer: Trainer, step: int, stage: str, *, then: str | None = None) -> None:
         if self._reader is None or not self._every:
@@ -386,14 +397,3 @@ class MemoryMonitor(Callback):
 
     def _latest(self) -> StepMemory | None:
         return self.readings[-1] if self.readings else None
-
-    def _look_for_leaks(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        finder, leaks = self._leak_finder, []
-        if finder is None:
-            return
-        with contextlib.suppress(Exception):  # a search through user objects never ends a run
-            finder.observe(step, {"model": pl_module, "trainer": trainer})
-            leaks = [leak for leak in finder.leaks() if leak.path not in self._leaks_named]
-        for leak in leaks:
-            self._leaks_named.add(leak.path)
-            warn_leak(leak)

@@ -61,7 +61,7 @@ class StepMemory:
             >>> from lightning_oom.memory import MemoryReading
             >>> memory = MemoryReading(device="mps:0", allocated_bytes=2**29, limit_bytes=2**31)
             >>> StepMemory(step=1, stage="train", memory=memory).scalars()
-            {'memory/allocated_gib': 0.5, 'memory/used_fraction': 0.25}
+            {'memory/allocated_gib': 0.5, 'memory/limit_gib': 2.0, 'memory/used_fraction': 0.25}
         """
         memory, host = self.memory, self.processes
         sizes = {
@@ -69,6 +69,7 @@ class StepMemory:
             "peak_allocated": memory.peak_allocated_bytes,
             "reserved": memory.reserved_bytes,
             "peak_reserved": memory.peak_reserved_bytes,
+            "limit": memory.limit_bytes,
             "headroom": memory.headroom_bytes,
             "host_rss": None if host is None else host.host_rss_bytes,
             "other_processes": None if host is None else host.other_processes_bytes,

@@ -21,7 +21,12 @@ from lightning_oom.memory.phases import PHASES
 from lightning_oom.testing import SimulatedGPUStrategy, fail_at
 from lightning_oom.units import GIB
 
-CPU_KEYS = {"memory/allocated_gib", "memory/used_fraction", "memory/host_rss_gib"}
+CPU_KEYS = {
+    "memory/allocated_gib",
+    "memory/limit_gib",
+    "memory/used_fraction",
+    "memory/host_rss_gib",
+}
 GPU_KEYS = CPU_KEYS | {
     "memory/peak_allocated_gib",
     "memory/reserved_gib",
