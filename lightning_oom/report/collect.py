@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Scene", "allocator_settings", "collect_report", "others_bytes"]
 
 _NUM_TENSORS = 20
+_WITHOUT_BACKWARD = ("sanity_check", "validate", "test", "predict")
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _T = TypeVar("_T")
 
@@ -79,7 +80,7 @@ def collect_report(scene: Scene, *, include_values: bool = False, **known: Any) 
         "device": str(device),
         "lines": _attempt(lambda: code_lines(scene.error)) or (),
         "made_at": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "uses_graph": torch.is_grad_enabled(),
+        "uses_graph": True,
         "torch_version": str(torch.__version__),
         "platform": sys.platform,
         "allocator_settings": allocator_settings(),
@@ -96,6 +97,8 @@ def collect_report(scene: Scene, *, include_values: bool = False, **known: Any) 
         facts["rows"] = _attempt(lambda: count_rows(batch))
     if scene.module is not None:
         facts |= _describe_model(scene, batch, frames, facts["reading"])
+    if known.get("stage") in _WITHOUT_BACKWARD:
+        facts["uses_graph"] = any(module.saved_bytes for module in facts.get("modules", ()))
     if cause.scope == "device" and device.type != "cpu":
         facts |= _describe_device(device, facts["reading"])
     return OOMReport(cause=cause, **{**facts, **known})

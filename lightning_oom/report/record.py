@@ -246,7 +246,7 @@ class OOMReport:
         tensors: The largest live tensors, largest first.
         modules: Modules that hold or saved something, in order.
         optimizers: The optimizers.
-        uses_graph: Autograd was recording.
+        uses_graph: The stage has a backward, or autograd has saved something all the same.
         precision: Of the trainer, as in ``"32-true"``.
         strategy: Class of the trainer's strategy.
         accumulate: Batches for each optimizer step.
