@@ -26,17 +26,17 @@ __all__ = [
     "MODULE_INTERNALS",
     "SCALER_STATE",
     "SPARSE_CPU_KEYS",
-    "CudaHistory",
     "NormBase",
     "OutOfMemoryError",
     "TorchDispatchMode",
     "WatchingMode",
-    "allocation_sites",
     "around_backward",
     "aten_operators",
     "backend_slot_name",
     "base_of",
     "counts_list_writes",
+    "cuda_history",
+    "cuda_snapshot",
     "dlpack_of",
     "foreach_copy",
     "graph_node_order",
@@ -304,18 +304,10 @@ def let_hooks_be_disabled(hooks: Any) -> Callable[[], None]:
     return undo
 
 
-_LEAF_ORDER = 2**63
-"""Parameters' own nodes carry the largest number there is, so that they run first."""
-
-
 def graph_node_order(node: Any) -> int | None:
-    """Return a number that grows with each node that a thread adds to its graphs.
-
-    ``None`` for nodes of leaves, and where torch does not tell.
-    """
+    """Return a number that grows with each node that a thread adds to its graphs, if torch tells."""
     number = getattr(node, "_sequence_nr", None)
-    order = None if number is None else int(number())
-    return None if order is None or order >= _LEAF_ORDER else order
+    return None if number is None else int(number())
 
 
 def is_compiled(function: Any) -> bool:
@@ -363,51 +355,23 @@ def saved_by(node: Any) -> Iterator[torch.Tensor]:
                 yield kept
 
 
-def allocation_sites(device: torch.device) -> dict[int, str]:
-    """Return address -> line of Python that allocated it, where CUDA's history is being recorded.
-
-    Args:
-        device: The device.
-    """
+def cuda_snapshot(device: torch.device) -> dict[str, Any] | None:
+    """Return every block of CUDA's allocator with its history; ``None`` where none is recorded."""
     is_recording = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     if device.type != "cuda" or is_recording is None or not is_recording():
-        return {}
-    sites: dict[int, str] = {}
-    for segment in torch.cuda.memory._snapshot(device)["segments"]:
-        address = segment.get("address", 0)
-        for block in segment.get("blocks", ()):
-            address = block.get("address", address)
-            for frame in block.get("frames", ()):
-                if "/torch/" not in frame["filename"] and frame["filename"].endswith(".py"):
-                    sites[address] = f"{frame['filename']}:{frame['line']} in {frame['name']}"
-                    break
-            address += block.get("size", 0)
-    return sites
+        return None
+    return dict(torch.cuda.memory._snapshot(device))
 
 
-class CudaHistory:
-    """The recording of every allocation and free that CUDA's caching allocator makes."""
-
-    @staticmethod
-    def is_recording() -> bool:
-        """Say whether somebody records already."""
-        look = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-        return look is not None and bool(look())
-
-    @staticmethod
-    def start(max_entries: int) -> None:
-        """Record into a ring of ``max_entries``, with the lines of Python that allocate."""
-        torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
-
-    @staticmethod
-    def stop() -> None:
-        """Record no more and drop what was recorded."""
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-    @staticmethod
-    def dump(path: str) -> None:
-        """Write a snapshot that ``pytorch.org/memory_viz`` opens."""
-        torch.cuda.memory._dump_snapshot(path)
+def cuda_history() -> dict[str, Callable[..., Any]]:
+    """Return what switches CUDA's record of allocations: ``is_on``, ``start``, ``stop``, ``dump``."""
+    memory: Any = torch.cuda.memory
+    return {
+        "is_on": getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False),
+        "start": memory._record_memory_history,
+        "stop": functools.partial(memory._record_memory_history, enabled=None),
+        "dump": memory._dump_snapshot,
+    }
 
 
 def is_profiling() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_oom._torch import CudaHistory
+from lightning_oom._torch import cuda_history
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +30,25 @@ class HistoryRecorder(Protocol):
         """Write what was recorded."""
 
 
+class _CudaRecorder:
+    """Records in the caching allocator of CUDA."""
+
+    def __init__(self) -> None:
+        self._switches = cuda_history()
+
+    def is_recording(self) -> bool:
+        return bool(self._switches["is_on"]())
+
+    def start(self, max_entries: int) -> None:
+        self._switches["start"](max_entries=max_entries, stacks="python")
+
+    def stop(self) -> None:
+        self._switches["stop"]()
+
+    def dump(self, path: str) -> None:
+        self._switches["dump"](path)
+
+
 class AllocatorHistory:
     """A recording of the caching allocator between :meth:`start` and :meth:`stop`.
 
@@ -53,7 +72,7 @@ class AllocatorHistory:
     ) -> None:
         self._recorder: HistoryRecorder | None = recorder
         if recorder is None and device.type == "cuda":
-            self._recorder = CudaHistory()
+            self._recorder = _CudaRecorder()
         self._max_entries = max_entries
         self._is_ours = False
 

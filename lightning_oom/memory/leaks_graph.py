@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["GraphExtent", "add_storages", "measure_graph"]
 
 _MAX_NODES = 20_000
+_LEAF_ORDER = 2**63
+"""Parameters' own nodes carry the largest number there is, so that they run first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ def measure_graph(tensors: Iterable[torch.Tensor], *, saved: bool = False) -> Gr
     while nodes and len(seen) < _MAX_NODES:
         node = nodes.pop()
         order = graph_node_order(node)
-        if order is not None and (oldest is None or order < oldest):
+        if order is not None and order < (_LEAF_ORDER if oldest is None else oldest):
             oldest = order
         if saved:
             add_storages(storages, _of_the_graph(saved_by(node)))
