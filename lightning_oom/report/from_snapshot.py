@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 
 from lightning_oom.memory.reading import MemoryReading
 from lightning_oom.recovery.classify import OOMCause
+from lightning_oom.report.blocks import line_of_block, python_lines
 from lightning_oom.report.place import find_phase, find_stage
-from lightning_oom.report.record import CodeLine, LiveTensor, OOMReport
+from lightning_oom.report.record import LiveTensor, OOMReport
 from lightning_oom.units import format_bytes
 
 __all__ = ["load_plain_pickle", "read_snapshot"]
 
 _MAX_BLOCKS = 2_000_000
 _NUM_SITES = 20
-_MAX_FRAMES = 60
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -86,7 +86,7 @@ def _describe(snapshot: dict[str, Any]) -> OOMReport:
     allocated = sum(int(s.get("allocated_size", 0)) for s in segments)
     free = None if event is None else int(event.get("device_free", 0))
     requested = None if event is None else int(event["size"])
-    lines = _lines((event or {}).get("frames", ()))
+    lines = python_lines((event or {}).get("frames", ()))
     settings = snapshot.get("allocator_settings")
     expandable = isinstance(settings, dict) and settings.get("expandable_segments") is True
     device = f"cuda:{index}"
@@ -136,23 +136,13 @@ def _last_oom(snapshot: dict[str, Any]) -> tuple[dict[str, Any] | None, int | No
     return found
 
 
-def _lines(frames: Any) -> tuple[CodeLine, ...]:
-    """Return the Python lines of an event, which has the innermost first."""
-    lines = [
-        CodeLine(path=str(f["filename"]), line=int(f["line"]), function=str(f["name"]))
-        for f in islice(frames, 1000)
-        if str(f["filename"]).endswith(".py") or str(f["filename"]).startswith("<")
-    ]
-    return tuple(reversed(lines[:_MAX_FRAMES]))
-
-
 def _by_site(segments: list[dict[str, Any]]) -> tuple[LiveTensor, ...]:
     """Add up live blocks by the line that allocated them."""
     sites: dict[str | None, tuple[int, int]] = {}
     blocks = (block for segment in segments for block in segment.get("blocks", ()))
     for block in islice(blocks, _MAX_BLOCKS):
         if block.get("state") == "active_allocated":
-            site = _site(block)
+            site = line_of_block(block)
             count, num_bytes = sites.get(site, (0, 0))
             sites[site] = count + 1, num_bytes + int(block["size"])
     largest = sorted(sites.items(), key=lambda entry: -entry[1][1])[:_NUM_SITES]
@@ -167,13 +157,3 @@ def _by_site(segments: list[dict[str, Any]]) -> tuple[LiveTensor, ...]:
         )
         for site, (count, num_bytes) in largest
     )
-
-
-def _site(block: dict[str, Any]) -> str | None:
-    frames = block.get("frames") or [
-        frame for past in block.get("history", ())[-1:] for frame in past.get("frames", ())
-    ]
-    for line in reversed(_lines(frames)):
-        if "/torch/" not in line.path.replace("\\", "/"):
-            return str(line)
-    return None

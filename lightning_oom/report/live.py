@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_oom._torch import allocation_sites, tree_leaves
+from lightning_oom._torch import cuda_snapshot, tree_leaves
 from lightning_oom.memory.storages import strided_parts
+from lightning_oom.report.blocks import lines_by_address
 from lightning_oom.report.frames import locals_of
 from lightning_oom.report.graph import SavedTensor, walk_graph
 from lightning_oom.report.record import LiveTensor
@@ -67,7 +68,7 @@ class Census:
     def largest(self, count: int) -> tuple[LiveTensor, ...]:
         """Describe the largest storages, largest first."""
         largest = sorted(self._found.items(), key=lambda entry: -entry[1][0])[:count]
-        sites = allocation_sites(self._device) if largest else {}
+        sites = lines_by_address(cuda_snapshot(self._device)) if largest else {}
         return tuple(
             LiveTensor(
                 owner=owner,

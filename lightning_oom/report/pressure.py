@@ -80,9 +80,13 @@ def find_fragmentation(report: OOMReport) -> tuple[float, list[str]] | None:
     ]
     if report.reading is not None and report.reading.alloc_retries:
         lines.append(
-            f"the allocator had emptied its cache and retried {report.reading.alloc_retries} times"
+            f"the allocator had emptied its cache to go on {_times(report.reading.alloc_retries)}"
         )
     return (0.86 if fraction >= _MANY_PIECES_FRACTION else 0.6), lines
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def find_too_big(report: OOMReport) -> tuple[float, list[str]] | None:

@@ -44,7 +44,7 @@ def render_text(report: OOMReport, *, width: int = 100, color: bool = False) -> 
         >>> from lightning_oom import classify_oom
         >>> from lightning_oom.report.record import OOMReport
         >>> print(render_text(OOMReport(cause=classify_oom(MemoryError()))).splitlines()[0])
-        Out of memory
+        Out of host memory
     """
     console = Console(
         width=max(width, 60),
