@@ -13,9 +13,7 @@ import tempfile
 import time
 from typing import Any
 
-from silence import be_quiet
-
-be_quiet()
+from silence import be_quiet  # isort: skip  puts the tests on the path
 
 from fakes import TinyRegressor, batches_of
 from lightning.pytorch import Trainer
@@ -74,6 +72,7 @@ def fit(steps: int, **options: Any) -> tuple[float, TimedReporter]:
 
 def main(steps: int) -> None:
     """Print one table."""
+    be_quiet()
     fit(20, on_recovered=True)  # imports
     print(f"{'run':28}{'fit s':>8}{'at the OOM ms':>15}{'idle ms':>9}{'share':>8}")
     for name, options in (("nothing reported", {}), ("reported", {"on_recovered": True})):
