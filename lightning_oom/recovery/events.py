@@ -84,14 +84,21 @@ class StepOutcome:
             f"{head}; failed: {self.describe_attempts()}; {done} ({self.wasted_seconds:.2f} s lost)"
         )
 
-    def note(self) -> str:
-        """Return the note that is attached to an error that could not be recovered from."""
+    def note(self, *, raised_by: AttemptPlan | None = None) -> str:
+        """Return the note that is attached to an error that could not be recovered from.
+
+        Args:
+            raised_by: The retry that raised an error of another kind; ``None`` for an
+                out-of-memory error.
+        """
         lines = [
             f"lightning_oom: {self.describe_batch()} ran out of memory and could not be saved.",
             f"  tried: {self.describe_attempts()}",
         ]
         lines += [f"  {rung}: {reason}" for rung, reason in self.declined.items()]
-        if len(self.failures) > 1:
+        if raised_by is not None:
+            lines.append(f"  {raised_by.describe()}: raised this error, which is none of memory")
+        if len(self.failures) > 1 or raised_by is not None:
             lines.append(f"  first error: {self.failures[0].cause.message.splitlines()[0][:200]}")
         return "\n".join(lines)
 

@@ -24,6 +24,7 @@ from lightning_oom.recovery.learning import RowsLearning
 from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
 from lightning_oom.recovery.slice_questions import SliceQuestions
 from lightning_oom.recovery.snapshot.compose import SavedSnapshot, Snapshot
+from lightning_oom.recovery.taking import take_patiently
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -169,6 +170,7 @@ class GuardedStep:
             except Exception as caught:
                 failure = self._failure(program, plan, caught)
                 if failure is None:
+                    self._note_other_error(program, trial, plan, caught)
                     raise
                 self._observe(caught, failure)
                 clear_frames(caught)
@@ -193,6 +195,19 @@ class GuardedStep:
         return Failure(
             plan=plan, cause=cause, phase=program.phase, seconds=0.0, reading=self._read()
         )
+
+    def _note_other_error(
+        self, program: Program, trial: Trial, plan: AttemptPlan, error: Exception
+    ) -> None:
+        """Say of an error of another kind that the batch ran in another way than the user's."""
+        if not trial.failures:
+            if plan.mode != "whole":
+                add_note(error, f"lightning_oom: raised while the batch ran as {plan.describe()}.")
+            return
+        outcome = self._outcome(program, trial, plan=None, recovered=False)
+        with contextlib.suppress(Exception):  # a failing report never hides the error
+            self.report(outcome)
+        add_note(error, outcome.note(raised_by=plan))
 
     def _observe(self, error: Exception, failure: Failure) -> None:
         if self.observe is not None:
@@ -235,15 +250,11 @@ class GuardedStep:
 
     # -- pieces
     def _take(self, program: Program) -> SavedSnapshot:
-        snapshot = Snapshot([*self.parts, *program.parts()])
-        try:
-            return snapshot.take()
-        except Exception as caught:
-            if self._recoverable(caught) is None:
-                raise
-            clear_frames(caught)
-        self._release()
-        return snapshot.take()
+        return take_patiently(
+            Snapshot([*self.parts, *program.parts()]),
+            classify=self._recoverable,
+            release=self._release,
+        )
 
     def _open(self, program: Program, saved: SavedSnapshot) -> Trial:
         rows = refused = signature = None

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_oom.recovery.batches import tensor_types as _tensor_types  # noqa: F401 - enters its types
 from lightning_oom.recovery.batches.batch_types import PLAIN_CLASSES, attribute_tensors, batch_type
 
-__all__ = ["batch_tensors", "copy_containers"]
+__all__ = ["batch_iterators", "batch_tensors", "copy_containers"]
 
 
 def copy_containers(batch: Any) -> Any:
@@ -55,3 +55,19 @@ def batch_tensors(batch: Any) -> list[Tensor]:
     if kind.role == "shared":
         return attribute_tensors(batch) if kind.opaque else []
     return [tensor for _, child in kind.children(batch) for tensor in batch_tensors(child)]
+
+
+def batch_iterators(batch: Any) -> list[Any]:
+    """List what a batch holds that can be gone through only once: generators, open files.
+
+    Args:
+        batch: Any batch.
+
+    Example:
+        >>> [type(found).__name__ for found in batch_iterators({"x": [1, 2], "y": iter([3])})]
+        ['list_iterator']
+    """
+    kind = batch_type(batch)
+    if kind.role in ("fields", "items"):
+        return [found for _, child in kind.children(batch) for found in batch_iterators(child)]
+    return [batch] if hasattr(type(batch), "__next__") else []

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import GEN_CREATED, getgeneratorstate
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from lightning_oom.recovery.batches import batch_tensors, copy_containers
+from lightning_oom.recovery.batches.containers import batch_iterators
 from lightning_oom.recovery.snapshot.copies import same_values, versions_of, write_back
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import torch
 
 __all__ = ["BatchContainers", "SavedBatch"]
@@ -85,11 +90,21 @@ class SavedBatch:
         """Give the tensors their values back where those were kept.
 
         Returns:
-            Names of tensors that were written to in place and were not kept.
+            Names of tensors that were written to in place and were not kept, and of iterators that
+            may be spent.
         """
+        spent = tuple(_spent(batch_iterators(self._containers)))
         if self._copies is None:
-            return self.moved()
+            return (*self.moved(), *spent)
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             if not same_values(tensor, copy):
                 write_back(tensor, copy)
-        return ()
+        return spent
+
+
+def _spent(iterators: Iterable[Any]) -> Iterator[str]:
+    """Name the iterators that a step may have gone through; only a generator can tell."""
+    for iterator in iterators:
+        fresh = isinstance(iterator, GeneratorType) and getgeneratorstate(iterator) == GEN_CREATED
+        if not fresh:
+            yield f"batch {type(iterator).__name__}, which can be gone through only once"
