@@ -14,6 +14,7 @@ from lightning_oom.errors import add_note
 from lightning_oom.recovery.cleanup import clear_frames
 from lightning_oom.recovery.scaler import LossScaler
 from lightning_oom.recovery.snapshot import Snapshot
+from lightning_oom.recovery.taking import take_patiently
 from lightning_oom.undo import Undo, UndoStack, shadow
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def install_closing_guard(
 
     def run(what: str, work: Callable[[], Any], optimizer: Any, own: list[Part]) -> Any:
         versions = _versions(optimizer)
-        saved = Snapshot(own).take()
+        saved = take_patiently(Snapshot(own), classify=classify, release=release)
         for attempt in (1, 2):
             try:
                 return work()

@@ -14,7 +14,7 @@ from lightning_oom.memory import read_memory, release_cached
 from lightning_oom.recovery.classify import OOMCause, classify_oom
 from lightning_oom.recovery.cleanup import collect_garbage
 from lightning_oom.recovery.ladder import Ladder, ReleaseRung
-from lightning_oom.recovery.optimizer import OptimizerGuard, is_guardable
+from lightning_oom.recovery.optimizer import OptimizerGuard
 from lightning_oom.recovery.scaler import LossScaler
 from lightning_oom.recovery.snapshot import (
     Attributes,
@@ -170,14 +170,13 @@ class RecoverySession:
     def guard_optimizers(self) -> None:
         """Guard updates, clipping and unscaling, once the optimizers exist."""
         for optimizer in self.trainer.optimizers:
-            if is_guardable(optimizer):
-                guard = OptimizerGuard(
-                    optimizer,
-                    device=self.device,
-                    release=self.release,
-                    report=self.report_optimizer,
-                )
-                self._undos.push(guard.install())
+            guard = OptimizerGuard(
+                optimizer,
+                device=self.device,
+                release=self.release,
+                report=self.report_optimizer,
+            )
+            self._undos.push(guard.install())
         self._undos.push(
             install_closing_guard(
                 self.trainer,

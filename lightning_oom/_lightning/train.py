@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -50,17 +51,11 @@ def install_closures(setup: TrainSetup, run: Callable[[TrainProgram], Any]) -> U
         closure = make(kwargs, optimizer, batch_idx)
         if "batch" not in kwargs:  # a `dataloader_iter` step fetches its own batches
             return closure
-        zero_grad, backward = closure._zero_grad_fn, closure._backward_fn
-
-        @torch.enable_grad()
-        def guarded() -> Any:
-            # an optimizer may call its closure several times; each call is a step of its own
-            program = TrainProgram(setup, closure, kwargs, optimizer)
-            program.wire(zero_grad, backward)
-            return run(program)
-
-        vars(closure)["closure"] = guarded
-        return closure
+        guarded = _guarded_class(type(closure))(
+            closure._step_fn, closure._backward_fn, closure._zero_grad_fn
+        )
+        guarded.run = functools.partial(_run_guarded, setup, run, kwargs, optimizer)
+        return guarded
 
     undo = shadow(loop, "_make_closure", make_closure)
 
@@ -69,6 +64,44 @@ def install_closures(setup: TrainSetup, run: Callable[[TrainProgram], Any]) -> U
         setup.gradients.forget()
 
     return Undo(remove)
+
+
+@functools.cache
+def _guarded_class(kind: type[Any]) -> type[Any]:
+    """Return a kind of closure that runs through ``self.run``.
+
+    A class instead of a function put on the instance: the closure, and with it the batch, must die
+    with the step and not wait for the garbage collector.
+    """
+
+    class GuardedClosure(kind):  # type: ignore[misc] # a class that is known at run time only
+        run: Callable[[Any], Any]
+
+        @torch.enable_grad()
+        def closure(self, *_: Any, **__: Any) -> Any:
+            return self.run(self)
+
+        def plain(self) -> Any:
+            return super().closure()
+
+    return GuardedClosure
+
+
+def _run_guarded(
+    setup: TrainSetup,
+    run: Callable[[TrainProgram], Any],
+    kwargs: OrderedDict[str, Any],
+    optimizer: Any,
+    closure: Any,
+) -> Any:
+    # an optimizer may call its closure several times; each call is a step of its own
+    zero_grad, backward = closure._zero_grad_fn, closure._backward_fn
+    program = TrainProgram(setup, closure, kwargs, optimizer)
+    program.wire(zero_grad, backward)
+    try:
+        return run(program)
+    finally:
+        closure._zero_grad_fn, closure._backward_fn = zero_grad, backward
 
 
 class TrainProgram:
@@ -170,13 +203,13 @@ class TrainProgram:
     # -- whole
     def run_plain(self) -> Any:
         """Run the loop's own closure, unguarded."""
-        return type(self._closure).closure(self._closure)
+        return self._closure.plain()
 
     def run_whole(self, *, attempt: int) -> Any:
         """Run the closure; from the second attempt on, zero gradients before the forward."""
         closure = self._closure
         if attempt == 1 and not self.setup.zero_first and not self.on_host:
-            return type(closure).closure(closure)
+            return closure.plain()
         kwargs = self._fresh_kwargs() if attempt > 1 else self.kwargs
         if self.on_host:
             self.phase = "transfer"
@@ -187,7 +220,7 @@ class TrainProgram:
             self.phase = "forward"
         again = type(closure)(self.setup.loop._make_step_fn(kwargs), closure._backward_fn, None)
         with self._merge_before_hooks():
-            return again.closure()
+            return again.plain()
 
     @contextlib.contextmanager
     def chunked(self, rows: int, rows_together: int) -> Iterator[None]:
