@@ -1,6 +1,6 @@
 """OOMRecovery survives a fault at every allocation of a step and ends where the unbroken run ends.
 
-The tests here fail about a dozen allocations of each scenario, at offsets that differ between
+The tests here fail half a dozen allocations of each scenario, at offsets that differ between
 scenarios; with ``-m slow`` every one. ``tests/benchmarks/campaign.py`` prints the whole table.
 """
 
@@ -14,7 +14,8 @@ from scenarios import EXACT, ON_SIMULATED_GPU, SEPARABLE
 
 from lightning_oom import OOMRecovery
 
-FAULTS_IN_CI = 10
+FAULTS_IN_CI = 6
+SPLIT_IN_CI = ("accumulate", "clip", "adam single", "sgd foreach", "nadam foreach", "adamw fused")
 
 release = partial(OOMRecovery, ladder=("release",), verbose=False)
 chunk = partial(OOMRecovery, ladder=("chunk",), verbose=False)
@@ -58,7 +59,7 @@ def test_an_unsplit_retry_gives_the_same_bits_on_a_simulated_gpu(scenario, rotat
     check(thin(scenario, release, rotate=rotate))
 
 
-@each(SEPARABLE)
+@each([s for s in SEPARABLE if any(word in s.name for word in SPLIT_IN_CI)])
 def test_a_split_step_gives_the_same_up_to_rounding(scenario, rotate):
     """Micro-batches give every state and every logged mean, sum, max and min within 1e-5."""
     check(thin(scenario, split, rotate=rotate))
