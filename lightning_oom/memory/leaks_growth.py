@@ -169,19 +169,27 @@ class AllocatedTrend:
         self._readings.append((count, allocated_bytes))
 
     def bytes_per_step(self) -> float | None:
-        """Return how fast the floor rises; ``None`` where it does not, or is not known to."""
+        """Return how fast the floor rises; ``None`` where it does not, or is not known to.
+
+        The least and the most of each quarter of the readings must be above those of the quarter
+        before: under noise alone, that is rare.
+        """
         readings = list(self._readings)[_WARM_UP:]
-        if len(readings) < 12:  # noqa: PLR2004 - two halves of six
+        length = len(readings) // 4
+        if length < 3:  # noqa: PLR2004 - fewer have no least and most
             return None
-        half = len(readings) // 2
-        values = [value for _, value in readings]
-        early, late = min(values[:half]), min(values[half:])
-        rises = sum(b > a for a, b in pairwise(values))
-        if late <= early or 2 * rises <= len(values) - 1:
+        quarters = [readings[start : start + length] for start in range(0, 4 * length, length)]
+        floors = [min(quarter, key=_value) for quarter in quarters]
+        tops = [max(map(_value, quarter)) for quarter in quarters]
+        rises = all(_value(b) > _value(a) for a, b in pairwise(floors))
+        if not rises or any(b <= a for a, b in pairwise(tops)):
             return None
-        early_count = readings[values.index(early)][0]
-        late_count = readings[half + values[half:].index(late)][0]
-        return (late - early) / max(late_count - early_count, 1)
+        (first, least), (last, most) = floors[0], floors[-1]
+        return (most - least) / (last - first)
+
+
+def _value(reading: tuple[int, int]) -> int:
+    return reading[1]
 
 
 def _has_shrunk(before: Holding, now: Holding) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_oom.memory.leaks import Leak, LeakFinder
+from lightning_oom.memory.leaks_growth import AllocatedTrend
 
 PILE: list[Any] = []
 
@@ -234,18 +236,27 @@ def test_tensors_in_a_global_are_found_by_comparing_objects() -> None:
 
 def test_objects_are_not_compared_without_suspicion() -> None:
     """Noise, variable sizes, saw-tooth and a single step up bring no comparison of all objects."""
+    noise = random.Random(5)  # noqa: S311 - noise of a test
     shapes = {
         "flat": lambda i: 0,
-        "noise": lambda i: hash((i, "x")) % 2**20,
+        "noise": lambda i: noise.randrange(2**20),
         "lengths": lambda i: (0, 5, 9)[i * 7 % 3] * 2**20,
         "saw-tooth": lambda i: i % 5 * 2**20,
         "one step": lambda i: (i > 30) * 2**22,
     }
     for shape in shapes.values():
         finder = LeakFinder()
-        for index in range(100):
+        for index in range(1000):
             finder.observe(index, {}, allocated_bytes=2**30 + shape(index))
         assert finder._num_scans == 0
+
+
+def test_growth_below_noise_is_still_seen() -> None:
+    """256 KiB a step under noise of 1 MiB: found, and the rate is about right."""
+    noise, trend = random.Random(5), AllocatedTrend()  # noqa: S311 - noise of a test
+    for index in range(64):
+        trend.add(index, 2**30 + index * 2**18 + noise.randrange(2**20))
+    assert trend.bytes_per_step() == pytest.approx(2**18, rel=0.1)
 
 
 def test_nothing_that_is_looked_at_stays_alive() -> None:
