@@ -47,6 +47,7 @@ __all__ = [
     "is_profiling",
     "let_hooks_be_disabled",
     "module_buffers",
+    "module_members",
     "non_persistent_names",
     "python_backend_bases",
     "read_version",
@@ -92,6 +93,11 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
 def module_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dictionary itself in which ``module`` keeps its own buffers."""
     return module._buffers
+
+
+def module_members(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dictionaries themselves in which ``module`` keeps its own children and parameters."""
+    return module._modules, module._parameters
 
 
 def non_persistent_names(module: torch.nn.Module) -> set[str]:

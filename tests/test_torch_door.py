@@ -145,6 +145,7 @@ def test_buffers_are_those_that_the_module_uses() -> None:
 
     assert isinstance(module, door.NormBase)
     assert door.module_buffers(module)["running_mean"] is module.running_mean
+    assert door.module_members(module)[1]["weight"] is module.weight
     assert door.non_persistent_names(module) == {"extra"}
     door.module_buffers(module)["extra"] = torch.zeros(1)
     assert module.extra.item() == 0

@@ -22,6 +22,7 @@ from lightning_oom.recovery.snapshot import (
     Metrics,
     ParameterVersions,
     RandomState,
+    Structure,
 )
 from lightning_oom.recovery.step import GuardedStep
 from lightning_oom.undo import UndoStack
@@ -100,13 +101,9 @@ class RecoverySession:
         self._undos = UndoStack()
         randomness = RandomState([self.device])
         self._attributes = Attributes(module, ignore=_MODULE_ATTRIBUTES_OF_LIGHTNING)
-        self._parts: list[Part] = [
-            randomness,
-            Buffers(module),
-            Metrics(module),
-            self._attributes,
-            ParameterVersions(module),
-        ]
+        listing = (Buffers(module), Metrics(module), self._attributes, ParameterVersions(module))
+        self._structure = Structure(module, [part.look_again for part in listing])
+        self._parts: list[Part] = [self._structure, randomness, *listing]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             self._parts.append(LossScaler(scaler))
@@ -155,6 +152,7 @@ class RecoverySession:
             log_merge=options.log_merge,
             warn=self.warn,
         )
+        self._structure.follow(setup.look_again)
         setup.zero_first = self.knowledge.zero_first and setup.may_zero_first
         guarded = self._guarded_step(options.ladder, self.knowledge.training)
 
@@ -189,7 +187,7 @@ class RecoverySession:
 
     def _guarded_step(self, ladder: Ladder, policies: RowsPolicies) -> GuardedStep:
         options = self.options
-        return GuardedStep(
+        guarded = GuardedStep(
             device=self.device,
             parts=self._parts,
             ladder=ladder,
@@ -201,6 +199,8 @@ class RecoverySession:
             split_inseparable=options.split_inseparable,
             on_unrecoverable="skip" if options.skip else "raise",
         )
+        self._structure.follow(guarded.questions.forget)
+        return guarded
 
     # -- the device
     def classify(self, error: Exception) -> OOMCause | None:

@@ -63,3 +63,8 @@ class TrainSetup:
             self.owns_zero_grad or overrides(self.module, "on_before_zero_grad")
         )
         self.zero_first = False
+
+    def look_again(self) -> None:
+        """Forget what was found out about children and parameters, after some were exchanged."""
+        self.gradients.watch(self.module.parameters())
+        self.chunk_verdicts.clear()

@@ -25,7 +25,7 @@ class GradientGuard:
     """Watches ``.grad`` of the trained parameters over the attempts of one step.
 
     Args:
-        parameters: The parameters that the step trains.
+        parameters: All parameters of the module. One that is frozen now may be trained later.
 
     Note:
         Cost of :meth:`mark`: about 0.1 us per parameter inside an accumulation window. Outside of
@@ -37,10 +37,17 @@ class GradientGuard:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+        self.parameters = list(parameters)
         self._marks: list[tuple[Tensor | None, int]] | None = None
         self._finished: dict[int, Tensor] = {}
-        self._usual_bumps: list[int] | None = None
+        self._usual_bumps: dict[int, int] = {}
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Watch these parameters from now on, after some were added or exchanged; between attempts."""
+        self.parameters = list(parameters)
+        self._usual_bumps.clear()
+        if self._marks is not None:
+            self.mark()
 
     def mark(self) -> None:
         """Remember what ``.grad`` holds now: before the forward, or after gradients were zeroed."""
@@ -85,8 +92,7 @@ class GradientGuard:
         return (f"gradients of {lost} parameters (several contributions each)",) if lost else ()
 
     def _is_whole(self, index: int, bumps: int) -> bool:
-        usual = self._usual_bumps[index] if self._usual_bumps is not None else 1
-        return bumps == usual
+        return bumps == self._usual_bumps.get(index, 1)
 
     def merge(self) -> None:
         """Put finished gradients back; what a retry computed for them is dropped."""
@@ -96,13 +102,14 @@ class GradientGuard:
 
     def learn(self) -> None:
         """After a backward that was not interrupted: how many contributions each gradient got."""
-        if self._marks is None or self._usual_bumps is not None:
+        if self._marks is None:
             return
-        bumps = []
-        for parameter, (before, version) in zip(self.parameters, self._marks, strict=True):
-            grad = parameter.grad
-            if before is None:
-                return
-            moved = grad is before and grad is not None
-            bumps.append(grad._version - version if moved and grad is not None else 1)  # noqa: SLF001
-        self._usual_bumps = bumps
+        alive = [index for index, (before, _) in enumerate(self._marks) if before is not None]
+        if len(alive) <= len(self._usual_bumps):
+            return
+        for index in alive:
+            before, version = self._marks[index]
+            grad = self.parameters[index].grad
+            bumps = grad._version - version if grad is not None and grad is before else 1  # noqa: SLF001
+            if bumps:  # else this backward had no use for the parameter
+                self._usual_bumps[index] = bumps

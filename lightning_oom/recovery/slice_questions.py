@@ -55,6 +55,11 @@ class SliceQuestions:
         self._verdicts: dict[str, Separability] = {}
         self._gains: dict[str, ChunkGain | None] = {}
 
+    def forget(self) -> None:
+        """Ask again: the module is another one."""
+        self._verdicts.clear()
+        self._gains.clear()
+
     def separability(
         self,
         program: SlicedProgram,

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fakes import TinyRegressor, batches_of
-from fits import fit, notes_of, recovery
+from fakes import Tally, TinyRegressor, batches_of, cuda_oom
+from fits import end_state, fit, notes_of, recovery
+from states import compare
+from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_oom._torch import OutOfMemoryError
 
@@ -65,3 +68,113 @@ def test_a_batch_that_can_be_read_once_ends_with_the_original_error():
         fit(Streams, DataLoader(batches, batch_size=None), recovery())
 
     assert "batch generator, which can be gone through only once" in notes_of(caught.value)
+
+
+class FailsInBackward(nn.Module):
+    """An identity layer whose backward runs out of memory at one call.
+
+    Args:
+        call: Which backward, from 0; ``None`` for none.
+    """
+
+    def __init__(self, call: int | None) -> None:
+        super().__init__()
+        self.call = call
+        self.calls = Tally()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with a hook on its gradient."""
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(self._count)
+        return x
+
+    def _count(self, grad: Tensor) -> None:
+        self.calls.add(0)
+        if len(self.calls.numbers) - 1 == self.call:
+            raise cuda_oom()
+
+
+class Changing(TinyRegressor):
+    """Becomes another module at its second epoch, in whose first window a backward fails.
+
+    The layer that changes is above the failing one, so that its gradient is complete by then.
+
+    Args:
+        how: What changes.
+        call: The backward that fails, ``None`` for none.
+    """
+
+    def __init__(self, how: str, call: int | None) -> None:
+        super().__init__(hidden=4)
+        self.how = how
+        self.body.insert(1, FailsInBackward(call))
+        self.seen: Any = None
+        if how == "unfrozen":
+            self.body[-1].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        """Change."""
+        if self.current_epoch != 1:
+            return
+        if self.how == "unfrozen":
+            self.body[-1].requires_grad_(True)
+        elif self.how == "head replaced":
+            self.body[-1] = nn.Linear(4, 1)
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        elif self.how == "layer added":
+            self.body.append(nn.Linear(1, 1))
+            self.optimizers().optimizer.add_param_group({"params": [*self.body[-1].parameters()]})
+        elif self.how == "normalisation added":
+            self.body[-2] = nn.BatchNorm1d(4)
+        elif self.how == "metric made":
+            self.seen = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss, counted by a metric once there is one."""
+        loss = super().training_step(batch, batch_idx)
+        if self.seen is not None:
+            self.seen.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        """Log what the metric has counted."""
+        if self.seen is not None:
+            self.log("seen", self.seen.compute())
+
+
+CHANGES = ["unfrozen", "head replaced", "layer added", "normalisation added", "metric made"]
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_module_that_changes_in_mid_run_is_put_back_as_it_is_then(how):
+    """Heads, adapters and metrics of a later epoch are rolled back as those of the first are."""
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    batches = batches_of([8] * 4)
+    expected, _ = fit(lambda: Changing(how, None), batches, **options)
+    guard = recovery(ladder=["release"])
+    actual, _ = fit(lambda: Changing(how, 5), batches, guard, **options)
+
+    assert guard.summary.num_recovered == 1
+    assert compare(end_state(expected), end_state(actual)) == []
+
+
+class NormalisesLater(TinyRegressor):
+    """Fits four rows; batch normalisation comes with the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(fits_rows=4)
+
+    def on_train_epoch_start(self) -> None:
+        """Put the layer in."""
+        if self.current_epoch == 1:
+            self.body[0] = nn.Sequential(self.body[0], nn.BatchNorm1d(16))
+
+
+def test_a_changed_module_is_asked_again_whether_it_may_be_split():
+    """An answer about the module of the first epoch says nothing about that of the second."""
+    guard = recovery(ladder=["split"])
+    with pytest.raises(OutOfMemoryError):
+        fit(NormalisesLater, batches_of([8] * 2), guard, max_epochs=2)
+
+    assert guard.summary.num_recovered == 1

@@ -135,3 +135,40 @@ def test_gradients_that_die_are_not_kept_alive():
     gc.collect()
 
     assert dying() is None
+
+
+def test_a_parameter_that_is_unfrozen_later_is_watched():
+    """Nothing but ``requires_grad`` at the time of the backward decides who has a gradient."""
+    first, second = torch.randn(3, 4), torch.randn(3, 4)
+    wanted_model = _layers()
+    for x in (first, second):
+        wanted_model(x).mean().backward()
+    model = _layers()
+    model[2].requires_grad_(False)
+    guard = GradientGuard(model.parameters())
+    model[2].requires_grad_(True)
+    model(first).mean().backward()
+    guard.mark()
+    _interrupt(model, second)
+
+    assert guard.reset() == ()
+    model(second).mean().backward()
+    guard.merge()
+
+    assert all(map(torch.equal, _grads(wanted_model), _grads(model)))
+
+
+def test_a_parameter_that_a_backward_did_not_use_is_no_lost_one():
+    """What a layer's gradient usually gets is learnt from a backward that reached the layer."""
+    model, x = _layers(), torch.randn(3, 4)
+    guard = GradientGuard(model.parameters())
+    model(x).mean().backward()
+    for layers in (model[1:], model):  # the first backward leaves layer 0 out
+        guard.mark()
+        layers(x).mean().backward()
+        guard.learn()
+        guard.forget()
+    guard.mark()
+    model(x).mean().backward()
+
+    assert guard.reset() == ()

@@ -5,6 +5,7 @@ Each part is taken before an attempt and can be put back after it, several times
 ==========================  =====================================================================
 part                        what it holds
 ==========================  =====================================================================
+:class:`Structure`          children and parameters; tells the others when a run changes them
 :class:`RandomState`        generators of torch, its devices, Python and numpy
 :class:`Buffers`            module buffers: running statistics, queues
 :class:`Metrics`            states of torchmetrics objects
@@ -26,6 +27,7 @@ from lightning_oom.recovery.snapshot.metrics import Metrics
 from lightning_oom.recovery.snapshot.parameters import ParameterVersions
 from lightning_oom.recovery.snapshot.part import LearningPart, Part, Saved
 from lightning_oom.recovery.snapshot.rng import RandomState
+from lightning_oom.recovery.snapshot.structure import SavedStructure, Structure
 from lightning_oom.recovery.snapshot.tally import merge_attributes
 
 __all__ = [
@@ -41,6 +43,8 @@ __all__ = [
     "SavedAttributes",
     "SavedBatch",
     "SavedSnapshot",
+    "SavedStructure",
     "Snapshot",
+    "Structure",
     "merge_attributes",
 ]

@@ -61,11 +61,16 @@ class Attributes:
         self._skip = MODULE_INTERNALS | frozenset(ignore)
         self._copies = TensorCopies()
         self._package = type(module).__module__.partition(".")[0]
-        self._modules = list(module.modules())
+        self._root = module
+        self.look_again()
+
+    def look_again(self) -> None:
+        """List the module's children anew, after one was added or exchanged."""
+        self._modules = list(self._root.modules())
         self._own = [
             (f"{name}." if name else "", child)
-            for name, child in module.named_modules()
-            if child is module or not (is_torchs_own(child) or is_metric(child))
+            for name, child in self._root.named_modules()
+            if child is self._root or not (is_torchs_own(child) or is_metric(child))
         ]
 
     @property

@@ -88,6 +88,11 @@ class Buffers:
             current=self._copies.still_latest(),
         )
 
+    def look_again(self) -> None:
+        """List the module's buffers anew, after a child was added or exchanged; learn anew, too."""
+        self._learned = False
+        self._discover()
+
     def learn(self, saved: Saved) -> None:
         """See which buffers a step that succeeded has changed.
 

@@ -54,9 +54,13 @@ class Metrics:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._copies = TensorCopies()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """List the module's metrics anew, after one was added or exchanged."""
         self._found = [
             (name, metric, _CONSTANT if isinstance(metric, Metric) else _SKIP_CONTAINER)
-            for name, metric in find_metrics(module)
+            for name, metric in find_metrics(self._module)
         ]
 
     @property

@@ -38,7 +38,11 @@ class ParameterVersions:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._named = dict(module.named_parameters())
+        self.look_again()
+
+    def look_again(self) -> None:
+        """List the module's parameters anew, after one was added or exchanged."""
+        self._named = dict(self._module.named_parameters())
         self._parameters = list(self._named.values())
 
     def take(self) -> _SavedVersions:
