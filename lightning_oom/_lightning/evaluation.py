@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_oom._lightning.log_check import differing_logs, explain_differing_logs
 from lightning_oom._lightning.results import LogRecorder, ResultsPart
 from lightning_oom.recovery.batches import split_batch
+from lightning_oom.recovery.batches.containers import clone_batch
 from lightning_oom.recovery.batches.part_rows import rows_of_parts
 from lightning_oom.recovery.outputs import merge_outputs
 from lightning_oom.recovery.separability import Separability
@@ -211,7 +212,8 @@ class EvaluationProgram:
     def estimate_chunk_gain(self) -> None:
         """Never asked for: evaluation is not chunked."""
 
-    def _run_step(self, batch: Any) -> Any:
+    def _run_step(self, rows: Any) -> Any:
+        rows = clone_batch(rows)  # the step may write to them
         if self.on_host:
-            batch = self.setup.transfer.move(batch)
-        return self._step(batch, *self._rest)
+            rows = self.setup.transfer.move(rows)
+        return self._step(rows, *self._rest)

@@ -10,6 +10,7 @@ import torch
 from lightning_oom._lightning.log_check import differing_logs
 from lightning_oom._lightning.results import LogRecorder
 from lightning_oom.recovery.batches import count_rows, take_rows
+from lightning_oom.recovery.batches.containers import clone_batch
 from lightning_oom.recovery.chunked.chunk_gain import ChunkGain, estimate_chunk_gain
 from lightning_oom.recovery.classify import classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
@@ -33,7 +34,8 @@ class SliceCheck:
 
     Args:
         trainer: The trainer whose module logs; nothing that the runs log is kept.
-        step: Runs the step and returns the loop's result, with ``closure_loss``.
+        step: Runs the step and returns the loop's result, with ``closure_loss``. It gets copies of
+            rows, to which it may write.
         batch: The slice is taken from it.
         weight_fn: Weight of a part, ``None`` for its rows.
         split_fn: The user's way to cut a batch, or ``None``.
@@ -49,10 +51,14 @@ class SliceCheck:
         split_fn: Callable[[Any, int], Sequence[Any]] | None,
     ) -> None:
         self.trainer = trainer
-        self.step = step
+        self._step = step
         self.batch = batch
         self.weight_fn = weight_fn
         self.split_fn = split_fn
+
+    def step(self, rows: Any) -> Any:
+        """Run the step on a copy of these rows."""
+        return self._step(clone_batch(rows))
 
     def separability(self, *, whole_failed: bool) -> Separability:
         """Compare gradients, or losses where the gradients of a slice do not fit.

@@ -178,3 +178,27 @@ def test_a_changed_module_is_asked_again_whether_it_may_be_split():
         fit(NormalisesLater, batches_of([8] * 2), guard, max_epochs=2)
 
     assert guard.summary.num_recovered == 1
+
+
+class WritesToItsBatch(TinyRegressor):
+    """Scales its rows in place, as image pipelines do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss of rows twice as large."""
+        return super().training_step([batch[0].mul_(2), batch[1]], batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """The same."""
+        super().validation_step([batch[0].mul_(2), batch[1]], batch_idx)
+
+
+def test_the_check_before_a_split_does_not_write_to_the_batch():
+    """A step that changes its batch in place is tried on copies of a few rows."""
+
+    def loaders() -> tuple[Any, Any]:  # made anew: the step writes to what they hold
+        return batches_of([8] * 2), batches_of([8] * 2, seed=2)
+
+    expected, _ = fit(WritesToItsBatch, loaders())
+    actual, _ = fit(WritesToItsBatch, loaders(), recovery(max_rows=4))
+
+    assert compare(end_state(expected), end_state(actual), tolerance=1e-5) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from lightning_oom.recovery.batches import tensor_types as _tensor_types  # noqa: F401 - enters its types
 from lightning_oom.recovery.batches.batch_types import PLAIN_CLASSES, attribute_tensors, batch_type
 
-__all__ = ["batch_iterators", "batch_tensors", "copy_containers"]
+__all__ = ["batch_iterators", "batch_tensors", "clone_batch", "copy_containers"]
 
 
 def copy_containers(batch: Any) -> Any:
@@ -34,6 +35,29 @@ def copy_containers(batch: Any) -> Any:
         children = [copy_containers(child) for _, child in kind.children(batch)]
         return kind.rebuild(batch, children)
     return batch.copy() if isinstance(batch, set) else kind.copied(batch)
+
+
+def clone_batch(batch: Any) -> Any:
+    """Copy a batch with its tensors, for a run that may write to them and that does not count.
+
+    Args:
+        batch: A few rows of any batch. What holds rows in its own way (a packed sequence, an array)
+            is copied as ``copy.deepcopy`` copies it; what has no rows is shared.
+
+    Example:
+        >>> import torch
+        >>> batch = {"x": torch.ones(2), "names": ["a", "b"]}
+        >>> cloned = clone_batch(batch)
+        >>> _ = cloned["x"].zero_()
+        >>> batch["x"].tolist()
+        [1.0, 1.0]
+    """
+    if isinstance(batch, Tensor):
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    kind = batch_type(batch)
+    if kind.role in ("fields", "items"):
+        return kind.rebuild(batch, [clone_batch(child) for _, child in kind.children(batch)])
+    return copy.deepcopy(batch) if kind.role == "rows" else batch
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:
