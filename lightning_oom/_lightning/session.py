@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_oom._lightning.closing import install_closing_guard
 from lightning_oom._lightning.evaluation import EvaluationSetup, install_steps
+from lightning_oom._lightning.progress import Progress
+from lightning_oom._lightning.results import ResultsPart
 from lightning_oom._lightning.train import install_closures
 from lightning_oom._lightning.train_setup import TrainSetup
 from lightning_oom._lightning.transfer import Transfer
 from lightning_oom.memory import read_memory, release_cached
 from lightning_oom.recovery.classify import OOMCause, classify_oom
 from lightning_oom.recovery.cleanup import collect_garbage
+from lightning_oom.recovery.interleaved import InterleavedGuard, is_interleaved
 from lightning_oom.recovery.ladder import Ladder, ReleaseRung
 from lightning_oom.recovery.optimizer import OptimizerGuard
 from lightning_oom.recovery.scaler import LossScaler
@@ -22,6 +25,7 @@ from lightning_oom.recovery.snapshot import (
     Metrics,
     ParameterVersions,
     RandomState,
+    Snapshot,
     Structure,
 )
 from lightning_oom.recovery.step import GuardedStep
@@ -30,6 +34,7 @@ from lightning_oom.undo import UndoStack
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from lightning.pytorch import LightningModule, Trainer
     from torch import Tensor
 
@@ -168,11 +173,15 @@ class RecoverySession:
     def guard_optimizers(self) -> None:
         """Guard updates, clipping and unscaling, once the optimizers exist."""
         for optimizer in self.trainer.optimizers:
-            guard = OptimizerGuard(
-                optimizer,
-                device=self.device,
-                release=self.release,
-                report=self.report_optimizer,
+            guard = (
+                self._interleaved(optimizer)
+                if is_interleaved(optimizer)
+                else OptimizerGuard(
+                    optimizer,
+                    device=self.device,
+                    release=self.release,
+                    report=self.report_optimizer,
+                )
             )
             self._undos.push(guard.install())
         self._undos.push(
@@ -183,6 +192,24 @@ class RecoverySession:
                 release=self.release,
                 report=self.report_optimizer,
             )
+        )
+
+    def _interleaved(self, optimizer: torch.optim.Optimizer) -> InterleavedGuard:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        parts: list[Part] = [
+            RandomState([self.device]),
+            Buffers(module),
+            Metrics(module),
+            Attributes(module, ignore=_MODULE_ATTRIBUTES_OF_LIGHTNING),
+            Progress(trainer),
+            ResultsPart(trainer),
+        ]
+        return InterleavedGuard(
+            optimizer,
+            snapshot=Snapshot(parts),
+            classify=self.classify,
+            release=self.release,
+            report=self.report_optimizer,
         )
 
     def _guarded_step(self, ladder: Ladder, policies: RowsPolicies) -> GuardedStep:
