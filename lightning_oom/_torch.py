@@ -42,6 +42,7 @@ __all__ = [
     "graph_node_order",
     "has_kernel",
     "host_storage_at",
+    "identity_of",
     "is_backward_multithreaded",
     "is_compiled",
     "is_profiling",
@@ -330,6 +331,7 @@ def is_compiled(function: Any) -> bool:
 
 @functools.cache
 def _saved_names(node_type: type) -> tuple[str, ...]:
+    """Return the names under which nodes of a type give what they saved."""
     return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
 
 
@@ -384,3 +386,9 @@ def is_profiling() -> bool:
     """Say whether a profiler of torch runs on this thread."""
     look = getattr(torch.autograd, "_profiler_enabled", None)
     return look is not None and bool(look())
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """Return what tells a storage from others while it lives, whichever wrapper it is seen by."""
+    identity: int = storage._cdata
+    return identity

@@ -375,3 +375,35 @@ def test_the_switches_of_cuda_s_history_are_there() -> None:
     assert set(switches) == {"is_on", "start", "stop", "dump"}
     assert all(callable(switch) for switch in switches.values())
     assert not switches["is_on"]()
+
+
+def test_identity_of_tells_storages_apart() -> None:
+    """Views share it, copies do not."""
+    tensor = torch.zeros(4)
+
+    same = door.identity_of(tensor[1:].untyped_storage())
+
+    assert same == door.identity_of(tensor.untyped_storage())
+    assert same != door.identity_of(tensor.clone().untyped_storage())
+
+
+def test_let_hooks_be_disabled_makes_room_for_transforms_and_puts_hooks_back() -> None:
+    """Below hooks alone ``torch.func.grad`` refuses to run; afterwards the hooks are on top again."""
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor.detach()
+
+    weight = torch.ones(3, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept)
+    with hooks:
+        undo = door.let_hooks_be_disabled(hooks)
+        try:
+            gradient = torch.func.grad(lambda x: (x * x).sum())(torch.ones(3))
+            (weight * weight).sum()
+        finally:
+            undo()
+
+    assert torch.equal(gradient, 2 * torch.ones(3))
+    assert packed == [weight.shape, weight.shape]

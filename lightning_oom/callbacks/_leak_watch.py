@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_oom.callbacks._outlets import warn_leak
 from lightning_oom.memory import read_memory
-from lightning_oom.memory.leaks import LeakFinder
+from lightning_oom.memory.leaks import Leak, LeakFinder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,12 @@ class LeakWatch:
         self.is_on = is_on
         self.finder = LeakFinder()
         self._named: set[str] = set()
+
+    def __call__(self) -> list[Leak]:
+        """Return what has been found so far, and what is suspected in the middle of an epoch."""
+        named = self.finder.leaks()
+        paths = {leak.path for leak in named}
+        return [*named, *(leak for leak in self.finder.suspects() if leak.path not in paths)]
 
     def after_batch(
         self, trainer: Trainer, pl_module: LightningModule, *, step: int, stage: str

@@ -174,7 +174,7 @@ class MemoryMonitor(Callback):
     def _forget_run(self) -> None:
         self._reader: StepReader | None = None
         self._undos = UndoStack()
-        self._leaks = LeakWatch(is_on=False)
+        self.leaks = LeakWatch(is_on=False)
         self._outlet = LoggerOutlet("MemoryMonitor")
         self._warned = False
         self._every = 0
@@ -201,7 +201,7 @@ class MemoryMonitor(Callback):
             self._last_step = trainer.global_step
             if self.progress_bar:
                 self._undos.push(show_in_progress_bar(trainer, self._latest))
-            self._leaks = LeakWatch(is_on=self._find_leaks)
+            self.leaks = LeakWatch(is_on=self._find_leaks)
             self._undos.push(lay_out_charts(trainer))
         self._reader.enter(phase)
 
@@ -215,7 +215,7 @@ class MemoryMonitor(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the thread and the NVML session, and say what is left behind."""
-        self._leaks.at_end(trainer, pl_module)
+        self.leaks.at_end(trainer, pl_module)
         self._close()
 
     @override
@@ -281,7 +281,7 @@ class MemoryMonitor(Callback):
             self._read(trainer, trainer.global_step, "train", then="forward")
         else:
             reader.enter("forward")
-        self._leaks.after_batch(trainer, pl_module, step=trainer.global_step, stage="train")
+        self.leaks.after_batch(trainer, pl_module, step=trainer.global_step, stage="train")
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -307,7 +307,7 @@ class MemoryMonitor(Callback):
             if self._reader is not None:
                 self._reader.enter("forward")
             self._is_owed = True
-            self._leaks.after_epoch(trainer, "validate")
+            self.leaks.after_epoch(trainer, "validate")
         else:
             self._end_evaluation(trainer, "validate")
 
@@ -319,7 +319,7 @@ class MemoryMonitor(Callback):
         if trainer.state.fn != "fit":
             self._end_batch(trainer, pl_module, "validate")
         else:
-            self._leaks.after_batch(trainer, pl_module, step=args[2], stage="validate")
+            self.leaks.after_batch(trainer, pl_module, step=args[2], stage="validate")
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -361,7 +361,7 @@ class MemoryMonitor(Callback):
             if self.breakdown:
                 self._reader.break_down(stage, pl_module, (), None)
             self._read(trainer, self._num_batches, stage)
-        self._leaks.after_batch(trainer, pl_module, step=self._num_batches, stage=stage)
+        self.leaks.after_batch(trainer, pl_module, step=self._num_batches, stage=stage)
 
     def _end_evaluation(self, trainer: Trainer, stage: str) -> None:
         if self._is_owed and self._reader is not None:
@@ -371,7 +371,7 @@ class MemoryMonitor(Callback):
 
     def _end_epoch(self, trainer: Trainer, stage: str, step: int) -> None:
         self._log_over_ranks(trainer, step)
-        self._leaks.after_epoch(trainer, stage)
+        self.leaks.after_epoch(trainer, stage)
 
     def _read(self, trainer: Trainer, step: int, stage: str, *, then: str | None = None) -> None:
         if self._reader is None or not self._every:

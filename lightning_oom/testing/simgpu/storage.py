@@ -19,6 +19,7 @@ from lightning_oom._torch import (
     OutOfMemoryError,
     dlpack_of,
     host_storage_at,
+    identity_of,
     is_backward_multithreaded,
     redispatch_of,
     set_backward_multithreaded,
@@ -133,7 +134,7 @@ def adopt_strided(host: torch.Tensor, device: SimDevice) -> torch.Tensor | Alloc
         NotImplementedError: ``host`` has no storage, as a sparse tensor.
     """
     storage = host.untyped_storage()
-    address = storage._cdata  # noqa: SLF001 - the only name of a storage's identity
+    address = identity_of(storage)
     known = _devices_of_hosts.get(address)
     if known is not None and (owner := known()) is not None:
         return view_of_storage(owner, host)
