@@ -9,6 +9,7 @@ from lightning_oom._lightning.closing import install_closing_guard
 from lightning_oom._lightning.evaluation import EvaluationSetup, install_steps
 from lightning_oom._lightning.progress import Progress
 from lightning_oom._lightning.results import ResultsPart
+from lightning_oom._lightning.support import overrides_transfer
 from lightning_oom._lightning.train import install_closures
 from lightning_oom._lightning.train_setup import TrainSetup
 from lightning_oom._lightning.transfer import Transfer
@@ -117,7 +118,7 @@ class RecoverySession:
             classify=self.classify,
             release=self.release,
             read=self.read,
-            randomness=randomness,
+            randomness=randomness if overrides_transfer(trainer) else None,
         )
         self._undos.push(self._transfer.install())
         self._guard_evaluation()

@@ -12,7 +12,9 @@ from lightning_oom._lightning.names import missing_names
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["overrides", "reason_not_to_guard"]
+__all__ = ["overrides", "overrides_transfer", "reason_not_to_guard"]
+
+_TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def reason_not_to_guard(trainer: Trainer, module: LightningModule) -> str | None:
@@ -42,3 +44,14 @@ def reason_not_to_guard(trainer: Trainer, module: LightningModule) -> str | None
 def overrides(module: LightningModule, hook: str) -> bool:
     """Whether the user's module has its own version of a hook."""
     return is_overridden(hook, module)
+
+
+def overrides_transfer(trainer: Trainer) -> bool:
+    """Whether code of the user runs while a batch is moved to the device."""
+    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
+    return any(
+        is_overridden(hook, owner)
+        for owner in owners
+        if owner is not None
+        for hook in _TRANSFER_HOOKS
+    )

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["OptimizerGuard", "is_guardable"]
 
 _CHECK_EVERY = 16  # steps between two looks at the counters while memory is plentiful
+_ASK_AGAIN_AFTER = 256  # steps, where no allocator can be asked
 _TRIES = 3  # how often an update is resumed
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -280,13 +281,17 @@ class OptimizerGuard:
             self.release()
             free = self._free_bytes()
         self._is_scarce = free is not None and needed > free
-        if free is None or needed <= free // 2:
+        if free is None:  # no allocator to ask here; one may come (a limit in a test)
+            self._steps_until_check = _ASK_AGAIN_AFTER
+        elif needed <= free // 2:
             self._steps_until_check = _CHECK_EVERY
         return not self._is_scarce
 
     def _free_bytes(self) -> int | None:
         reading = read_memory(self.device)
         if reading.limit_bytes is None or reading.allocated_bytes is None:
+            return None
+        if reading.peak_allocated_bytes is None:  # the resident set of a process, no allocator's
             return None
         return reading.limit_bytes - reading.allocated_bytes
 
