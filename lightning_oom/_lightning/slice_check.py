@@ -9,6 +9,7 @@ import torch
 
 from lightning_oom._lightning.log_check import differing_logs
 from lightning_oom._lightning.results import LogRecorder
+from lightning_oom._lightning.state_check import differing_buffers
 from lightning_oom.recovery.batches import count_rows, take_rows
 from lightning_oom.recovery.batches.containers import clone_batch
 from lightning_oom.recovery.chunked.chunk_gain import ChunkGain, estimate_chunk_gain
@@ -126,6 +127,27 @@ class SliceCheck:
         if losses and not any(losses):  # this batch trains nothing, whole or in parts
             return replace(verdict, separable=True, conclusive=False, reason="there is no loss")
         return verdict
+
+    def keeping_what_steps_count(
+        self, verdict: Separability, *, restore: Callable[[], object]
+    ) -> Separability:
+        """Return the verdict, or another where a split would leave other values in buffers.
+
+        Args:
+            verdict: On the gradients.
+            restore: Puts back what a run of the step changes.
+        """
+        try:
+            names = differing_buffers(self.trainer, self.step, self.batch, restore=restore)
+        except Exception:  # user code on few rows, which it may not be made for
+            return verdict
+        if not names:
+            return verdict
+        reason = (
+            f"the step changes {', '.join(names)} in a way that depends on how many micro-batches "
+            "it runs as: change it outside of training_step, in on_train_batch_end say"
+        )
+        return replace(verdict, separable=False, reason=reason)
 
     def chunk_gain(self) -> ChunkGain | None:
         """Count what a slice keeps inside and outside the module's children."""

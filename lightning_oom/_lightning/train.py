@@ -224,10 +224,14 @@ class TrainProgram:
 
     @contextlib.contextmanager
     def chunked(self, rows: int, rows_together: int) -> Iterator[None]:
-        """Let the module's children run chunk by chunk."""
+        """Let the module's children run chunk by chunk; once none of them may, ask no more."""
         setup = self.setup
-        with chunked_children(setup.module, rows, rows_together, verdicts=setup.chunk_verdicts):
-            yield
+        verdicts = setup.chunk_verdicts
+        with chunked_children(setup.module, rows, rows_together, verdicts=verdicts) as report:
+            try:
+                yield
+            finally:
+                self.can_chunk = bool(report.chunked) or not report.whole
 
     def _fresh_kwargs(self) -> OrderedDict[str, Any]:
         batch = self._fresh_batch()
@@ -357,6 +361,7 @@ class TrainProgram:
         check = self._slice_check()
         verdict = check.separability(whole_failed=whole_failed)
         if verdict.separable and saved is not None:
+            verdict = check.keeping_what_steps_count(verdict, restore=saved.restore)
             names = check.differing_logs(setup.log_merge, restore=saved.restore)
             if names:
                 setup.warn(explain_differing_logs(names))

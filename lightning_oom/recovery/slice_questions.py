@@ -42,6 +42,10 @@ class SliceQuestions:
     Args:
         classify: Gives the cause of an error that may be recovered from, else ``None``.
         release: Collects garbage and empties caches.
+
+    Attributes:
+        lost: What the last question has changed and could not be put back, a parameter that the
+            step itself writes to, say; the batch must not be run then.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class SliceQuestions:
     ) -> None:
         self.classify = classify
         self.release = release
+        self.lost: tuple[str, ...] = ()
         self._verdicts: dict[str, Separability] = {}
         self._gains: dict[str, ChunkGain | None] = {}
 
@@ -112,6 +117,5 @@ class SliceQuestions:
             return None
 
     def _put_back(self, program: SlicedProgram, saved: SavedSnapshot) -> None:
-        saved.restore()
-        program.reset()
+        self.lost = (*saved.restore(), *program.reset())
         self.release()

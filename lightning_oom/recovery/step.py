@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_oom.errors import BatchSplitError, add_note
+from lightning_oom.errors import BatchSplitError, NotSeparableError, add_note
 from lightning_oom.memory import read_memory, release_cached
 from lightning_oom.recovery.batches import count_rows, describe_batch
 from lightning_oom.recovery.batches.part_rows import rows_of_parts
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from lightning_oom.recovery.snapshot.part import Part
 
 __all__ = ["GuardedStep", "Program"]
+
+_LOST = (
+    "before this batch was split, its step was tried on a few rows, and that changed {} for good: "
+    "the step may not be split (max_rows, or rows learnt from a checkpoint) unless it leaves that "
+    "to on_train_batch_end"
+)
 
 
 class Program(Protocol):
@@ -161,6 +167,8 @@ class GuardedStep:
         trial = self._open(program, taken)
         del taken
         plan: AttemptPlan | None = self._first_plan(program, trial)
+        if self.questions.lost:
+            raise NotSeparableError(_LOST.format(", ".join(self.questions.lost)))
         error: Exception | None = None
         while plan is not None and saved is not None:
             started = time.perf_counter()
@@ -228,7 +236,12 @@ class GuardedStep:
         if lost:
             trial.decline("rollback", f"could not be put back: {', '.join(lost)}")
             return None
-        return self.ladder.next_plan(trial)
+        plan = self.ladder.next_plan(trial)
+        if self.questions.lost:
+            changed = ", ".join(self.questions.lost)
+            trial.decline("rollback", f"a trial on a few rows changed for good: {changed}")
+            return None
+        return plan
 
     def _may_skip(self, trial: Trial) -> bool:
         return self.on_unrecoverable == "skip" and "rollback" not in trial.declined

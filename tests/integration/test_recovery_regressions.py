@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_oom._torch import OutOfMemoryError
+from lightning_oom.errors import NotSeparableError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,3 +203,70 @@ def test_the_check_before_a_split_does_not_write_to_the_batch():
     actual, _ = fit(WritesToItsBatch, loaders(), recovery(max_rows=4))
 
     assert compare(end_state(expected), end_state(actual), tolerance=1e-5) == []
+
+
+class KeepsAnAverage(TinyRegressor):
+    """Moves a teacher towards its body in ``training_step``.
+
+    Args:
+        fits_rows: Rows that fit, ``None`` for any number.
+        as_parameter: Keep the teacher as a parameter without gradient, else as a buffer.
+        is_queue: Keep the newest rows instead of an average.
+    """
+
+    def __init__(
+        self, *, fits_rows: int | None, as_parameter: bool = False, is_queue: bool = False
+    ) -> None:
+        super().__init__(fits_rows=fits_rows)
+        self.is_queue = is_queue
+        start = torch.zeros(64) if is_queue else self.body[0].weight.detach().clone()
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+        if as_parameter:
+            self.teacher = nn.Parameter(start, requires_grad=False)
+        else:
+            self.register_buffer("teacher", start)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss, and one update of the teacher."""
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            if self.is_queue:
+                start, rows = int(self.place), len(batch[0])
+                self.teacher[start : start + rows] = batch[0].sum(-1)
+                self.place += rows
+            else:
+                self.teacher.lerp_(self.body[0].weight, 0.1)
+        return loss
+
+
+def test_an_average_that_the_step_moves_is_not_moved_once_for_every_micro_batch():
+    """The original error names the buffer; gradients alone would have allowed the split."""
+    with pytest.raises(OutOfMemoryError) as caught:
+        fit(lambda: KeepsAnAverage(fits_rows=4), batches_of([8] * 2), recovery(ladder=["split"]))
+
+    assert "the step changes teacher" in notes_of(caught.value)
+
+
+def test_a_queue_of_rows_may_be_filled_in_parts():
+    """A buffer that ends the same in parts is no reason against a split."""
+    batches = batches_of([8] * 4)
+    expected, _ = fit(lambda: KeepsAnAverage(fits_rows=None, is_queue=True), batches)
+    guard = recovery(ladder=["split"])
+    actual, _ = fit(lambda: KeepsAnAverage(fits_rows=4, is_queue=True), batches, guard)
+
+    assert guard.summary.num_recovered == 1
+    assert compare(end_state(expected), end_state(actual), tolerance=1e-5) == []
+
+
+def test_a_trial_on_a_few_rows_that_writes_to_parameters_is_not_hidden():
+    """What cannot be put back ends the run: with the OOM where there was one, else on its own."""
+
+    def make(fits_rows: int | None) -> KeepsAnAverage:
+        return KeepsAnAverage(fits_rows=fits_rows, as_parameter=True)
+
+    with pytest.raises(OutOfMemoryError) as caught:
+        fit(lambda: make(4), batches_of([8] * 2), recovery(ladder=["split"]))
+    assert "changed for good: teacher" in notes_of(caught.value)
+
+    with pytest.raises(NotSeparableError, match="teacher"):
+        fit(lambda: make(None), batches_of([8] * 2), recovery(max_rows=4))
