@@ -145,7 +145,7 @@ class OOMRecovery(Callback):
         _check_choice("on_inseparable", on_inseparable, ("raise", "split"))
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 1):
             raise ValueError(f"max_rows is at least 1 or None, got {max_rows!r}")
-        if not 0 <= margin < 1:
+        if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
             raise ValueError(f"margin is a fraction in [0, 1), got {margin!r}")
         for name, function in (("weight_fn", weight_fn), ("split_fn", split_fn)):
             if function is not None and not callable(function):

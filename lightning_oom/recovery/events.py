@@ -53,7 +53,7 @@ class StepOutcome:
         if self.rows is None:
             return "a batch without rows"
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
-        shapes = sorted(set(self.signature.shapes)) if self.signature is not None else []
+        shapes = list(dict.fromkeys(self.signature.shapes)) if self.signature is not None else []
         shown = ", ".join(str(tuple(shape)) for shape in shapes[:3])
         return f"{rows} of {shown}{', ...' if len(shapes) > 3 else ''}" if shown else rows  # noqa: PLR2004 - three fit a line
 
@@ -61,7 +61,7 @@ class StepOutcome:
         """Return what was asked for and what there was: ``"asked for 2.00 MiB of 64.00 MiB"``."""
         cause = self.failures[0].cause
         if cause.requested_bytes is None:
-            return cause.message.splitlines()[0][:120]
+            return _shorten(cause.message, 120)
         text = f"asked for {format_bytes(cause.requested_bytes)}"
         if cause.free_bytes is not None:
             text += f" with {format_bytes(cause.free_bytes)} free"
@@ -99,8 +99,13 @@ class StepOutcome:
         if raised_by is not None:
             lines.append(f"  {raised_by.describe()}: raised this error, which is none of memory")
         if len(self.failures) > 1 or raised_by is not None:
-            lines.append(f"  first error: {self.failures[0].cause.message.splitlines()[0][:200]}")
+            lines.append(f"  first error: {_shorten(self.failures[0].cause.message)}")
         return "\n".join(lines)
+
+
+def _shorten(message: str, length: int = 400) -> str:
+    first = message.splitlines()[0]
+    return first if len(first) <= length else f"{first[: length - 3]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,14 +104,14 @@ class ChunkRung:
     """Run the module's children row-chunk by row-chunk; loss, logs and metrics see the whole batch.
 
     Args:
-        num_tries: Sizes tried before declining; each is what the policy proposes after the last.
+        num_tries: Sizes tried before declining: what the policy proposes, then single rows.
         most_kept_fraction: Chunks are not tried where even chunks of one row would keep more than
             this fraction, in (0, 1], of what the step keeps for its backward.
     """
 
     name = "chunk"
 
-    def __init__(self, *, num_tries: int = 4, most_kept_fraction: float = 0.6) -> None:
+    def __init__(self, *, num_tries: int = 2, most_kept_fraction: float = 0.6) -> None:
         self.num_tries = num_tries
         self.most_kept_fraction = most_kept_fraction
 
@@ -119,7 +119,7 @@ class ChunkRung:
         """Return a chunked attempt with fewer rows per chunk than before."""
         tried = sum(failure.plan.mode == "chunk" for failure in trial.failures)
         if not trial.can_chunk:
-            trial.decline(self.name, "this step cannot be chunked")
+            trial.decline(self.name, "no child of the module can be run in chunks")
         elif trial.rows is None or trial.rows < 2:  # noqa: PLR2004 - two rows make a chunk possible
             trial.decline(self.name, "the batch has fewer than two rows")
         elif tried >= self.num_tries:
@@ -127,8 +127,8 @@ class ChunkRung:
         elif not tried and (kept := self._kept(trial)) > self.most_kept_fraction:
             trial.decline(self.name, f"chunks of one row would keep {kept:.0%} of the activations")
         else:
-            rows = _smaller(trial, "chunk")
-            if rows is not None:
+            rows = 1 if tried else _smaller(trial, "chunk")  # what fails at one row, fails
+            if rows is not None and rows != trial.failed_rows("chunk"):
                 return AttemptPlan(rung=self.name, mode="chunk", rows_together=rows)
             trial.decline(self.name, "chunks of one row do not fit")
         return None

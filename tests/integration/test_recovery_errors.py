@@ -74,10 +74,11 @@ def test_no_exception_is_kept_after_a_recovery():
         gc.collect()
         kept.append(sum(type(o) is OutOfMemoryError for o in gc.get_objects()))
 
+    look(None, None)  # another test may have left one
     fit(failing(0), batches_of([8, 8]), guard, AtBatch(look))
 
     assert guard.summary.num_recovered == 1
-    assert kept == [0, 0]
+    assert kept == [kept[0]] * 3
 
 
 class RaisesInBackward(torch.autograd.Function):

@@ -38,7 +38,7 @@ class ChunkReport:
     """What happened to the children of a module inside :func:`chunked_children`.
 
     Attributes:
-        chunked: Name -> calls that ran in chunks.
+        chunked: Name -> calls that ran in chunks; 0 where the first one did not come to its end.
         whole: Name -> why the child, or its last call, ran whole.
     """
 
@@ -160,13 +160,16 @@ class _Chunking:
                 if verdict.ask_children and depth < _MAX_DEPTH:
                     self.cover_children(child, prefix=f"{name}.", depth=depth + 1)
                 return forward(*args, **kwargs)
+            calls = self.report.chunked.setdefault(name, 0)
             outputs = [self._run(forward, *piece) for piece in pieces]
             try:
                 joined = join(verdict.joint or self._guess_joint(outputs), outputs)
             except ValueError as error:
                 self.report.whole[name] = str(error)
+                if not calls:
+                    del self.report.chunked[name]
                 return forward(*args, **kwargs)
-            self.report.chunked[name] = self.report.chunked.get(name, 0) + 1
+            self.report.chunked[name] = calls + 1
             return joined
 
         return chunked_forward
