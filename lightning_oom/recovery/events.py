@@ -149,3 +149,20 @@ class RecoverySummary:
             fewest_rows=min(known) if known else None,
             skipped=(*self.skipped, outcome.line()) if outcome.skipped else self.skipped,
         )
+
+    def final_lines(self) -> list[str]:
+        """Return what to print at the end of a run: counts, and what to write into the config."""
+        if not self.num_oom and not self.num_optimizer:
+            return []
+        lines = [
+            f"OOMRecovery: {self.num_oom} batch{'' if self.num_oom == 1 else 'es'} ran out of "
+            f"memory, {self.num_recovered} recovered, {self.num_skipped} skipped; "
+            f"{self.num_failed_attempts} failed attempts, {self.wasted_seconds:.1f} s lost."
+        ]
+        if self.fewest_rows is not None:
+            lines.append(
+                "To start the next run where this one ended: OOMRecovery(max_rows="
+                f"{self.fewest_rows}), or a batch size of {self.fewest_rows} with "
+                "accumulate_grad_batches raised by as much."
+            )
+        return lines

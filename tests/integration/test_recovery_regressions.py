@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fakes import Tally, TinyRegressor, batches_of, cuda_oom
-from fits import end_state, fit, notes_of, recovery
+from fits import end_state, fit, notes_of, quiet, recovery
+from lightning.pytorch import Callback
 from states import compare
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_oom._torch import OutOfMemoryError
-from lightning_oom.errors import NotSeparableError
+from lightning_oom.errors import NotSeparableError, RecoveryDisabledWarning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -270,3 +271,25 @@ def test_a_trial_on_a_few_rows_that_writes_to_parameters_is_not_hidden():
 
     with pytest.raises(NotSeparableError, match="teacher"):
         fit(lambda: make(None), batches_of([8] * 2), recovery(max_rows=4))
+
+
+class FitsAnother(Callback):
+    """Fits a second model with the same guard before the third batch."""
+
+    def __init__(self, guard: Callback) -> None:
+        self.guard = guard
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        """Fit it once."""
+        if batch_idx == 2:
+            quiet(self.guard).fit(TinyRegressor(), batches_of([8]))
+
+
+def test_a_guard_that_is_busy_goes_on_guarding_its_trainer():
+    """A second trainer, fitted inside of the first one's run, is declined with a warning."""
+    batches = batches_of([8, 8, 8, 12])
+    guard = recovery(ladder=["split"])
+    with pytest.warns(RecoveryDisabledWarning, match="another trainer"):
+        fit(lambda: TinyRegressor(fits_rows=8), batches, guard, FitsAnother(guard))
+
+    assert guard.summary.num_recovered == 1
