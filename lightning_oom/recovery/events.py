@@ -155,9 +155,11 @@ class RecoverySummary:
         if not self.num_oom and not self.num_optimizer:
             return []
         lines = [
-            f"OOMRecovery: {self.num_oom} batch{'' if self.num_oom == 1 else 'es'} ran out of "
-            f"memory, {self.num_recovered} recovered, {self.num_skipped} skipped; "
-            f"{self.num_failed_attempts} failed attempts, {self.wasted_seconds:.1f} s lost."
+            (
+                f"OOMRecovery: {self.num_oom} batch{'' if self.num_oom == 1 else 'es'} ran out of "
+                f"memory, {self.num_recovered} recovered, {self.num_skipped} skipped; "
+                f"{self.num_failed_attempts} failed attempts, {self.wasted_seconds:.1f} s lost."
+            )
         ]
         if self.fewest_rows is not None:
             lines.append(
