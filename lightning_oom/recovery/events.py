@@ -118,7 +118,6 @@ class RecoverySummary:
         num_skipped: Batches left out (``on_unrecoverable="skip"``).
         num_failed_attempts: Attempts that ran out of memory.
         num_optimizer: Optimizer steps that ran out of memory and were finished.
-        num_transfer: Batches that did not fit on the device and were split on the host.
         wasted_seconds: Time spent on failed attempts, rollback and cleaning.
         fewest_rows: Fewest rows that had to run together; ``None`` when nothing was split.
         skipped: One line for each batch that was left out.
@@ -129,7 +128,6 @@ class RecoverySummary:
     num_skipped: int = 0
     num_failed_attempts: int = 0
     num_optimizer: int = 0
-    num_transfer: int = 0
     wasted_seconds: float = 0.0
     fewest_rows: int | None = None
     skipped: tuple[str, ...] = ()
@@ -144,7 +142,6 @@ class RecoverySummary:
             num_skipped=self.num_skipped + outcome.skipped,
             num_failed_attempts=self.num_failed_attempts + len(outcome.failures),
             num_optimizer=self.num_optimizer,
-            num_transfer=self.num_transfer,
             wasted_seconds=self.wasted_seconds + outcome.wasted_seconds,
             fewest_rows=min(known) if known else None,
             skipped=(*self.skipped, outcome.line()) if outcome.skipped else self.skipped,
