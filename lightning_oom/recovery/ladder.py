@@ -104,20 +104,20 @@ class ChunkRung:
     """Run the module's children row-chunk by row-chunk; loss, logs and metrics see the whole batch.
 
     Args:
-        num_tries: Sizes tried before declining: what the policy proposes, then single rows.
+        num_tries: Sizes tried before declining: what the policy proposes, then ever a quarter.
         most_kept_fraction: Chunks are not tried where even chunks of one row would keep more than
             this fraction, in (0, 1], of what the step keeps for its backward.
     """
 
     name = "chunk"
 
-    def __init__(self, *, num_tries: int = 2, most_kept_fraction: float = 0.6) -> None:
+    def __init__(self, *, num_tries: int = 4, most_kept_fraction: float = 0.6) -> None:
         self.num_tries = num_tries
         self.most_kept_fraction = most_kept_fraction
 
     def next_plan(self, trial: Trial) -> AttemptPlan | None:
         """Return a chunked attempt with fewer rows per chunk than before."""
-        tried = sum(failure.plan.mode == "chunk" for failure in trial.failures)
+        tried = len({f.plan.rows_together for f in trial.failures if f.plan.mode == "chunk"})
         if not trial.can_chunk:
             trial.decline(self.name, "no child of the module can be run in chunks")
         elif trial.rows is None or trial.rows < 2:  # noqa: PLR2004 - two rows make a chunk possible
@@ -127,11 +127,18 @@ class ChunkRung:
         elif not tried and (kept := self._kept(trial)) > self.most_kept_fraction:
             trial.decline(self.name, f"chunks of one row would keep {kept:.0%} of the activations")
         else:
-            rows = 1 if tried else _smaller(trial, "chunk")  # what fails at one row, fails
-            if rows is not None and rows != trial.failed_rows("chunk"):
+            rows = self._fewer(trial)
+            if rows is not None:
                 return AttemptPlan(rung=self.name, mode="chunk", rows_together=rows)
             trial.decline(self.name, "chunks of one row do not fit")
         return None
+
+    @staticmethod
+    def _fewer(trial: Trial) -> int | None:
+        failed = trial.failed_rows("chunk")
+        if failed is None:
+            return _smaller(trial, "chunk")
+        return max(1, failed // 4) if failed > 1 else None
 
     @staticmethod
     def _kept(trial: Trial) -> float:

@@ -154,25 +154,28 @@ class _Chunking:
             pieces = cut_call((args, kwargs), self._rows, self._ranges)
             if pieces is None or len(pieces) < 2:  # noqa: PLR2004 - one piece is the whole
                 return forward(*args, **kwargs)
+            calls = self.report.chunked.setdefault(name, 0)
             verdict = self._judge(child, name, forward, args, kwargs)
             if verdict.reason:
-                self.report.whole[name] = verdict.reason
+                self._runs_whole(name, verdict.reason)
                 if verdict.ask_children and depth < _MAX_DEPTH:
                     self.cover_children(child, prefix=f"{name}.", depth=depth + 1)
                 return forward(*args, **kwargs)
-            calls = self.report.chunked.setdefault(name, 0)
             outputs = [self._run(forward, *piece) for piece in pieces]
             try:
                 joined = join(verdict.joint or self._guess_joint(outputs), outputs)
             except ValueError as error:
-                self.report.whole[name] = str(error)
-                if not calls:
-                    del self.report.chunked[name]
+                self._runs_whole(name, str(error))
                 return forward(*args, **kwargs)
             self.report.chunked[name] = calls + 1
             return joined
 
         return chunked_forward
+
+    def _runs_whole(self, name: str, reason: str) -> None:
+        self.report.whole[name] = reason
+        if not self.report.chunked.get(name):
+            self.report.chunked.pop(name, None)
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
