@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES_CAP = 400
 
 _BASE = {"errors", "units", "undo"}
-_ENGINES = {*_BASE, "_torch", "_torchmetrics", "memory", "recovery"}
+_ENGINES = {*_BASE, "_torch", "_torchmetrics", "memory", "reduction", "planning", "recovery"}
 _ALL = {*_ENGINES, "_lightning", "testing", "report", "callbacks", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -26,6 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_torch": {"errors"},
     "_torchmetrics": {"errors"},
     "memory": {*_BASE, "_torch"},
+    "reduction": {*_BASE, "_torch", "memory"},
+    "planning": {*_BASE, "_torch", "_torchmetrics", "memory", "reduction"},
     "recovery": {*_BASE, "_torch", "_torchmetrics", "memory"},
     "testing": {*_BASE, "_torch", "memory"},
     "_lightning": _ENGINES,

@@ -1,6 +1,6 @@
 """The one door to private torch: every private name of torch that the package uses is taken here.
 
-A new torch release that moves a name breaks this file and ``tests/test_torch_door.py``, nothing else.
+A new torch release that moves a name breaks this folder and ``tests/test_torch_door*.py``, nothing else.
 """
 
 from __future__ import annotations
