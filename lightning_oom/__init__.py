@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from lightning_oom.memory.step_memory import StepMemory
     from lightning_oom.recovery.classify import OOMCause, classify_oom
     from lightning_oom.recovery.events import RecoverySummary, StepOutcome
+    from lightning_oom.reduction.drop_ins import (
+        chunked_cross_entropy,
+        replace_with_separable,
+        tie_weights,
+    )
     from lightning_oom.report.record import OOMReport
 
 __all__ = [
@@ -34,10 +39,13 @@ __all__ = [
     "RecoverySummary",
     "StepMemory",
     "StepOutcome",
+    "chunked_cross_entropy",
     "classify_oom",
     "errors",
     "read_memory",
+    "replace_with_separable",
     "testing",
+    "tie_weights",
 ]
 
 _HOMES = {
@@ -52,8 +60,11 @@ _HOMES = {
     "RecoverySummary": "lightning_oom.recovery.events",
     "StepMemory": "lightning_oom.memory.step_memory",
     "StepOutcome": "lightning_oom.recovery.events",
+    "chunked_cross_entropy": "lightning_oom.reduction.drop_ins",
     "classify_oom": "lightning_oom.recovery.classify",
     "read_memory": "lightning_oom.memory",
+    "replace_with_separable": "lightning_oom.reduction.drop_ins",
+    "tie_weights": "lightning_oom.reduction.drop_ins",
 }
 
 
