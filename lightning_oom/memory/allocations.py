@@ -211,16 +211,16 @@ def storages_in(value: Any, watcher: AllocationWatcher) -> list[torch.UntypedSto
     if type(value) is torch.Tensor and value.layout is torch.strided:
         return [value.untyped_storage()] if watcher.counts(value.device) else []
     if isinstance(value, torch.Tensor):
-        return _storages_of(value) if watcher.counts(value.device) else []
+        return _storages_of(value, watcher) if watcher.counts(value.device) else []
     if isinstance(value, (tuple, list)):
         return [storage for item in value for storage in storages_in(item, watcher)]
     return []
 
 
-def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+def _storages_of(tensor: torch.Tensor, watcher: AllocationWatcher) -> list[torch.UntypedStorage]:
     if tensor.layout is torch.strided:
-        storage = tensor.untyped_storage()
-        return [] if storage.device.type == "meta" else [storage]  # a fake tensor holds nothing
+        storage = tensor.untyped_storage()  # of a fake tensor: on no device
+        return [storage] if watcher.counts(storage.device) else []
     return [part.untyped_storage() for part in sparse_parts(tensor)]
 
 
