@@ -15,6 +15,12 @@ __all__ = ["Undo", "UndoStack", "shadow"]
 
 _MISSING = object()
 
+_IN_PLACE: set[int] = set()
+"""Shadows that have not been undone, by id."""
+
+_BURIED: dict[int, tuple[Any, Any]] = {}
+"""Shadows undone while another lay on top: by id, the value itself and what it had hidden."""
+
 
 class Undo:
     """The way back from one change; calling it a second time does nothing.
@@ -94,8 +100,9 @@ def shadow(owner: Any, name: str, value: Any) -> Undo:
         value: What stands there until the undo.
 
     Returns:
-        An undo that brings back the very object that was there (or removes the entry). It does
-        nothing when somebody else has replaced ``value`` in the meantime.
+        An undo that brings back the very object that was there (or removes the entry). When
+        somebody else has replaced ``value`` in the meantime, that stays; if it was another shadow,
+        its undo brings back what ``value`` had hidden, so that shadows may be undone in any order.
 
     Example:
         >>> class Loop:
@@ -110,13 +117,21 @@ def shadow(owner: Any, name: str, value: Any) -> Undo:
     """
     before = owner.__dict__.get(name, _MISSING)
     owner.__dict__[name] = value
+    _IN_PLACE.add(id(value))
 
     def action() -> None:
-        if owner.__dict__.get(name, _MISSING) is not value:
+        _IN_PLACE.discard(id(value))
+        now = owner.__dict__.get(name, _MISSING)
+        if now is not value:
+            if id(now) in _IN_PLACE:
+                _BURIED[id(value)] = value, before
             return
-        if before is _MISSING:
+        below = before
+        while id(below) in _BURIED:
+            _, below = _BURIED.pop(id(below))
+        if below is _MISSING:
             del owner.__dict__[name]
         else:
-            owner.__dict__[name] = before
+            owner.__dict__[name] = below
 
     return Undo(action)

@@ -47,6 +47,20 @@ def test_somebody_elses_later_change_is_left_alone():
     assert vars(owner)["work"] is theirs
 
 
+def test_shadows_may_be_undone_in_any_order():
+    """One that was undone below another does not come back with the other's undo."""
+    owner = _Owner()
+    undos = [shadow(owner, "work", lambda layer=layer: layer) for layer in range(3)]
+
+    undos[1]()
+    undos[0]()
+    assert owner.work() == 2
+    undos[2]()
+
+    assert owner.work() == "class"
+    assert vars(owner) == {}
+
+
 def test_undoing_twice_does_nothing():
     """A second call must not take back what was set since."""
     owner = _Owner()
