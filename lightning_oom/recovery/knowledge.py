@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning_oom.recovery.holding import HoldingPolicy
 from lightning_oom.recovery.rows import RowsPolicy
 
 if TYPE_CHECKING:
@@ -23,11 +24,13 @@ class RowsPolicies:
         split: For micro-batches.
         chunk: For chunks.
         preferred: The mode that worked last.
+        holding: Which sizes fitted only with a rung that keeps the batch whole.
     """
 
     split: RowsPolicy
     chunk: RowsPolicy
     preferred: Mode = "split"
+    holding: HoldingPolicy = field(default_factory=HoldingPolicy)
 
     def of(self, mode: Mode) -> RowsPolicy:
         """Return the policy of a mode; whole batches count for both."""
@@ -67,6 +70,7 @@ class Knowledge:
             "split": self.training.split.state_dict(),
             "chunk": self.training.chunk.state_dict(),
             "preferred": self.training.preferred,
+            "holding": self.training.holding.state_dict(),
             "evaluation": self.evaluation.split.state_dict(),
             "zero_first": self.zero_first,
         }
@@ -78,5 +82,6 @@ class Knowledge:
         self.training.split.load_state_dict(state["split"])
         self.training.chunk.load_state_dict(state["chunk"])
         self.training.preferred = state["preferred"]
+        self.training.holding.load_state_dict(state.get("holding", []))
         self.evaluation.split.load_state_dict(state["evaluation"])
         self.zero_first = state["zero_first"]

@@ -78,6 +78,7 @@ class RowsLearning:
 
     def after_success(self, trial: Trial, plan: AttemptPlan) -> None:
         """Record which rows fitted and which did not."""
+        self._learn_holding(trial, plan)
         signature, rows = trial.signature, plan.rows_together or trial.rows
         if signature is None or rows is None or plan.contexts:
             return
@@ -93,6 +94,15 @@ class RowsLearning:
             self.policies.of(mode).record_success(
                 signature, rows, peak_bytes=peak, base_bytes=self.base_bytes, near_miss=near_miss
             )
+
+    def _learn_holding(self, trial: Trial, plan: AttemptPlan) -> None:
+        policy, size = self.policies.holding, trial.num_elements
+        if size is None:
+            return
+        if plan.holding and trial.failures:
+            policy.learn(size, plan.holding[-1], plan.rows_together)
+        elif policy.needs and plan.mode == "whole" and not plan.holding:
+            policy.forget(size)
 
     def _peak(
         self, signature: BatchSignature, rows: int, modes: tuple[Mode, ...]

@@ -31,6 +31,7 @@ class AttemptPlan:
         rows_together: Rows per micro-batch or chunk; ``None`` means all of them.
         contexts: Context managers entered around the attempt, for rungs that change how a forward
             or backward holds memory.
+        holding: Names of the rungs whose contexts these are.
         exact: Whether the attempt computes what the ordinary one computes, up to rounding.
     """
 
@@ -38,11 +39,14 @@ class AttemptPlan:
     mode: Mode = "whole"
     rows_together: int | None = None
     contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    holding: tuple[str, ...] = ()
     exact: bool = True
 
     def describe(self) -> str:
         """Return words for the console, for example ``"split into micro-batches of 8 rows"``."""
-        name = self.rung if self.rung not in ("whole", self.mode) else ""
+        name = " + ".join(self.holding)
+        if not name and self.rung not in ("whole", self.mode):
+            name = self.rung
         if self.mode == "split":
             text = f"split into micro-batches of {_rows(self.rows_together)}"
         elif self.mode == "chunk":
@@ -89,6 +93,7 @@ class Trial:
             :class:`~lightning_oom.errors.BatchSplitError`; ``None`` when it can.
         can_split: Whether the step's program can run micro-batches at all.
         can_chunk: Whether the step's program can chunk its children.
+        keeps_graph: Whether the step runs a backward, and so holds activations for it.
         separability: Checks (once per run and structure) that gradients of parts add up.
         chunk_gain: Estimates (once per run and structure) what chunks would save; ``None`` for
             unknown.
@@ -109,6 +114,7 @@ class Trial:
     split_refused: str | None = None
     can_split: bool = True
     can_chunk: bool = True
+    keeps_graph: bool = True
     gradients_droppable: bool = False
     failures: list[Failure] = field(default_factory=list)
     declined: dict[str, str] = field(default_factory=dict)
@@ -118,12 +124,21 @@ class Trial:
         """The most recent failure."""
         return self.failures[-1]
 
+    @property
+    def num_elements(self) -> int | None:
+        """Elements of the batch, ``None`` when it has no rows."""
+        if self.signature is None or self.rows is None:
+            return None
+        return self.signature.elements_per_row * self.rows
+
     def failed_rows(self, mode: Mode) -> int | None:
         """Return the fewest rows together that failed in ``mode``, or ``None``."""
         rows = [
             failure.plan.rows_together
             for failure in self.failures
-            if failure.plan.mode == mode and failure.plan.rows_together is not None
+            if failure.plan.mode == mode
+            and failure.plan.rows_together is not None
+            and not failure.plan.holding
         ]
         return min(rows) if rows else None
 

@@ -21,6 +21,7 @@ from lightning_oom.recovery.classify import OOMCause, classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
 from lightning_oom.recovery.events import StepOutcome
 from lightning_oom.recovery.learning import RowsLearning
+from lightning_oom.recovery.opening import Opening
 from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
 from lightning_oom.recovery.slice_questions import SliceQuestions
 from lightning_oom.recovery.snapshot.compose import SavedSnapshot, Snapshot
@@ -144,8 +145,9 @@ class GuardedStep:
         self.report = report
         self.observe = observe
         self.split_fn = split_fn
-        self.max_rows = max_rows
-        self.split_inseparable = split_inseparable
+        self.opening = Opening(
+            ladder, policies, max_rows=max_rows, split_inseparable=split_inseparable
+        )
         self.on_unrecoverable = on_unrecoverable
         self.questions = SliceQuestions(classify=self._recoverable, release=self._release)
         self.learning = RowsLearning(policies, device=device, read=self._read)
@@ -166,7 +168,7 @@ class GuardedStep:
         program.begin(taken)
         trial = self._open(program, taken)
         del taken
-        plan: AttemptPlan | None = self._first_plan(program, trial)
+        plan: AttemptPlan | None = self.opening.plan(program.prior_failure, trial)
         if self.questions.lost:
             raise NotSeparableError(_LOST.format(", ".join(self.questions.lost)))
         error: Exception | None = None
@@ -285,6 +287,7 @@ class GuardedStep:
             split_refused=refused if self.split_fn is None else None,
             can_split=program.can_split,
             can_chunk=program.can_chunk,
+            keeps_graph=program.stage == "train",
             failures=failures,
             separability=lambda: self.questions.separability(
                 program, signature, saved, whole_failed=bool(failures)
@@ -292,35 +295,6 @@ class GuardedStep:
             chunk_gain=lambda: self.questions.chunk_gain(program, signature, saved),
             propose=lambda mode: learning.propose(mode, signature, rows),
             shrink=lambda mode, failed: learning.shrink(mode, signature, rows, failed),
-        )
-
-    def _first_plan(self, program: Program, trial: Trial) -> AttemptPlan:
-        if program.prior_failure is not None:
-            trial.failures.append(program.prior_failure)
-            return self.ladder.next_plan(trial) or AttemptPlan()
-        rows = trial.rows
-        if rows is None or rows < 2 or trial.signature is None:  # noqa: PLR2004 - nothing to cut
-            return AttemptPlan()
-        together = rows if self.max_rows is None else min(rows, self.max_rows)
-        together = min(together, trial.propose("split"))
-        if together >= rows:
-            return AttemptPlan()
-        return self._planned(trial, together)
-
-    def _planned(self, trial: Trial, together: int) -> AttemptPlan:
-        mode = self.policies.preferred
-        if mode == "chunk" and trial.can_chunk:
-            rows = min(trial.propose("chunk"), self.max_rows or trial.rows or 1)
-            if trial.rows is not None and rows < trial.rows:
-                return AttemptPlan(rung="chunk", mode="chunk", rows_together=rows)
-            return AttemptPlan()
-        if not trial.can_split or trial.split_refused is not None:
-            return AttemptPlan()
-        verdict = trial.separability()
-        if not verdict.separable and not self.split_inseparable:
-            return AttemptPlan()
-        return AttemptPlan(
-            rung="split", mode="split", rows_together=together, exact=verdict.separable
         )
 
     def _attempt(self, program: Program, plan: AttemptPlan, trial: Trial) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def replace_with_separable(
     if initialize == "approximate":
         _approximate(convolution, separable)
     else:
-        for part in separable:
+        for part in cast("Any", separable):
             part.reset_parameters()
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
@@ -122,7 +122,7 @@ def _build(convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> nn.Sequential:
 @torch.no_grad()
 def _approximate(convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d, separable: nn.Sequential) -> None:
     """Split, for each input channel, the matrix of outputs by kernel positions into its best product."""
-    depthwise, pointwise = separable
+    depthwise, pointwise = cast("Any", separable)
     matrices = convolution.weight.detach().flatten(2).transpose(0, 1)  # in, out, positions
     left, size, right = torch.linalg.svd(matrices.double(), full_matrices=False)
     scale = size[:, 0].sqrt()[:, None]
