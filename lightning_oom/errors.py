@@ -5,6 +5,7 @@
     LightningOOMError(Exception)
     ├── BatchSplitError(ValueError)            a batch cannot be cut into rows
     ├── NotSeparableError(RuntimeError)        the loss of the batch is not a mean over its rows
+    ├── StepNotTracedError(RuntimeError)       a training step cannot be followed without running it
     ├── UnsupportedLightningError(RuntimeError) a private name of Lightning moved
     └── UnsupportedTorchError(RuntimeError)    this torch release lacks something that is needed
     LightningOOMWarning(UserWarning)
@@ -13,7 +14,8 @@
     ├── StepSkippedWarning                     a batch was given up
     ├── NearLimitWarning                       a peak came nearer to the limit than wanted
     ├── MemoryLeakWarning                      something grows from step to step
-    └── AmbiguousOOMWarning                    an error that may or may not be an OOM
+    ├── AmbiguousOOMWarning                    an error that may or may not be an OOM
+    └── CheckpointingWarning                   checkpointing cannot do what was asked for
 
 An out-of-memory error itself is never replaced: what the user sees last is the exception that torch
 raised, with a note (:func:`add_note`) that says what was tried.
@@ -24,6 +26,7 @@ from __future__ import annotations
 __all__ = [
     "AmbiguousOOMWarning",
     "BatchSplitError",
+    "CheckpointingWarning",
     "LightningOOMError",
     "LightningOOMWarning",
     "MemoryLeakWarning",
@@ -31,6 +34,7 @@ __all__ = [
     "NotSeparableError",
     "NotSeparableWarning",
     "RecoveryDisabledWarning",
+    "StepNotTracedError",
     "StepSkippedWarning",
     "UnsupportedLightningError",
     "UnsupportedTorchError",
@@ -48,6 +52,10 @@ class BatchSplitError(LightningOOMError, ValueError):
 
 class NotSeparableError(LightningOOMError, RuntimeError):
     """The gradient of a batch is not the weighted sum of the gradients of its rows."""
+
+
+class StepNotTracedError(LightningOOMError, RuntimeError):
+    """What a training step does to memory cannot be foreseen; the message names the line."""
 
 
 class UnsupportedLightningError(LightningOOMError, RuntimeError):
@@ -84,6 +92,10 @@ class MemoryLeakWarning(LightningOOMWarning):
 
 class AmbiguousOOMWarning(LightningOOMWarning):
     """An error was treated as out of memory although its text does not say so plainly."""
+
+
+class CheckpointingWarning(LightningOOMWarning):
+    """Activation checkpointing cannot do all that was asked for; the message says what."""
 
 
 def add_note(error: BaseException, note: str) -> None:
