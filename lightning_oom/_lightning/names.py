@@ -1,6 +1,6 @@
-"""The private names of Lightning that the recovery uses, and the check that they are there.
+"""The private names of Lightning that the package uses, and the check that they are there.
 
-Checked on Lightning 2.4 to 2.6. One table serves the self-check at setup and the test suite.
+Checked on Lightning 2.4 to 2.6. The tables serve the self-check at setup and the test suite.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["PRIVATE_NAMES", "missing_names"]
+__all__ = ["PRECISION_NAMES", "PRIVATE_NAMES", "missing_names"]
 
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # where it is -> name, or "name(parameters)" where the form matters
@@ -41,17 +43,33 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Every name is looked up on live objects at setup, so that a moved one is noticed before it hurts."""
 
+PRECISION_NAMES: dict[str, tuple[str, ...]] = {
+    "trainer.strategy": ("precision_plugin",),
+    "trainer.precision_plugin": (
+        "pre_backward(tensor, module)",
+        "optimizer_step(optimizer, model, closure, kwargs)",
+        "_after_closure(model, optimizer)",
+    ),
+}
+"""The same for a switch of precision, which looks at a plain 32-bit plugin."""
 
-def missing_names(trainer: Trainer, module: LightningModule) -> list[str]:
+
+def missing_names(
+    trainer: Trainer,
+    module: LightningModule,
+    *,
+    table: Mapping[str, tuple[str, ...]] = PRIVATE_NAMES,
+) -> list[str]:
     """Return the names that are gone or have another form; empty when the recovery can run.
 
     Args:
         trainer: The trainer, at any time after its construction.
         module: The module it trains.
+        table: Which names to look for, by place.
     """
     roots: dict[str, Any] = {"trainer": trainer, "module": module}
     missing = []
-    for place, names in PRIVATE_NAMES.items():
+    for place, names in table.items():
         root, _, path = place.partition(".")
         try:
             owner = _follow(roots[root], path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_oom._lightning.closing import install_closing_guard
 from lightning_oom._lightning.evaluation import EvaluationSetup, install_steps
+from lightning_oom._lightning.precision import CurrentLossScaler
 from lightning_oom._lightning.progress import Progress
 from lightning_oom._lightning.results import ResultsPart
 from lightning_oom._lightning.support import overrides_transfer
@@ -19,7 +20,6 @@ from lightning_oom.recovery.cleanup import collect_garbage
 from lightning_oom.recovery.interleaved import InterleavedGuard, is_interleaved
 from lightning_oom.recovery.ladder import Ladder, ReleaseRung
 from lightning_oom.recovery.optimizer import OptimizerGuard
-from lightning_oom.recovery.scaler import LossScaler
 from lightning_oom.recovery.snapshot import (
     Attributes,
     Buffers,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_oom.recovery.knowledge import Knowledge, RowsPolicies
     from lightning_oom.recovery.plan import Failure
     from lightning_oom.recovery.snapshot.part import Part
+    from lightning_oom.undo import Undo
 
 __all__ = ["RecoveryOptions", "RecoverySession"]
 
@@ -110,9 +111,9 @@ class RecoverySession:
         listing = (Buffers(module), Metrics(module), self._attributes, ParameterVersions(module))
         self._structure = Structure(module, [part.look_again for part in listing])
         self._parts: list[Part] = [self._structure, randomness, *listing]
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            self._parts.append(LossScaler(scaler))
+        self._parts.append(CurrentLossScaler(trainer))
+        self._closing: Undo | None = None
+        self._closed_plugin: Any = None
         self._transfer = Transfer(
             trainer,
             classify=self.classify,
@@ -165,6 +166,7 @@ class RecoverySession:
         def run(program: TrainProgram) -> Any:
             if not self.is_wanted():
                 return program.run_plain()
+            self._follow_precision()
             result = guarded.run(program)
             self.knowledge.zero_first = setup.zero_first
             return result
@@ -185,15 +187,30 @@ class RecoverySession:
                 )
             )
             self._undos.push(guard.install())
-        self._undos.push(
-            install_closing_guard(
-                self.trainer,
-                parts=self._parts,
-                classify=self.classify,
-                release=self.release,
-                report=self.report_optimizer,
-            )
+        self._guard_closing()
+        self._undos.push(self._unguard_closing)
+
+    def _guard_closing(self) -> None:
+        self._closed_plugin = self.trainer.precision_plugin
+        self._closing = install_closing_guard(
+            self.trainer,
+            parts=self._parts,
+            classify=self.classify,
+            release=self.release,
+            report=self.report_optimizer,
         )
+
+    def _unguard_closing(self) -> None:
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            closing()
+
+    def _follow_precision(self) -> None:
+        """Guard clipping and unscaling of a precision plugin that was put in place in mid-run."""
+        if self._closing is None or self.trainer.precision_plugin is self._closed_plugin:
+            return
+        self._unguard_closing()
+        self._guard_closing()
 
     def _interleaved(self, optimizer: torch.optim.Optimizer) -> InterleavedGuard:
         trainer, module = self.trainer, self.trainer.lightning_module
