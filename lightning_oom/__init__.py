@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_oom import errors, testing
+    from lightning_oom.callbacks.amp_switcher import AMPSwitcher
     from lightning_oom.callbacks.cache_cleaner import CacheCleaner
     from lightning_oom.callbacks.memory_monitor import MemoryMonitor
     from lightning_oom.callbacks.memory_profiler import MemoryProfiler
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_oom.report.record import OOMReport
 
 __all__ = [
+    "AMPSwitcher",
     "CacheCleaner",
     "MemoryMonitor",
     "MemoryProfiler",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AMPSwitcher": "lightning_oom.callbacks.amp_switcher",
     "CacheCleaner": "lightning_oom.callbacks.cache_cleaner",
     "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
     "MemoryProfiler": "lightning_oom.callbacks.memory_profiler",
