@@ -12,6 +12,7 @@ from lightning_oom._lightning.results import LogRecorder
 from lightning_oom._lightning.state_check import differing_buffers
 from lightning_oom.recovery.batches import count_rows, take_rows
 from lightning_oom.recovery.batches.containers import clone_batch
+from lightning_oom.recovery.batchnorm import find_batch_coupled
 from lightning_oom.recovery.chunked.chunk_gain import ChunkGain, estimate_chunk_gain
 from lightning_oom.recovery.classify import classify_oom
 from lightning_oom.recovery.cleanup import clear_frames, collect_garbage
@@ -123,6 +124,7 @@ class SliceCheck:
                 names=names,
                 weight_fn=self.weight_fn,
                 split_fn=self.split_fn,
+                coupled=find_batch_coupled(self.trainer.lightning_module),
             )
         if losses and not any(losses):  # this batch trains nothing, whole or in parts
             return replace(verdict, separable=True, conclusive=False, reason="there is no loss")

@@ -70,6 +70,7 @@ def check_separable(
     tolerance: float | None = None,
     take: Callable[[Any, int, int], Any] = take_rows,
     split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
+    coupled: Sequence[str] = (),
 ) -> Separability:
     """Compare gradients of a slice of 2 to 4 rows with the weighted sum of those of its parts.
 
@@ -90,6 +91,8 @@ def check_separable(
             coarsest dtype that the step computed with: 1e-4, with float16 1e-2, with bfloat16 3e-2.
         take: ``take(batch, start, stop)`` gives rows ``[start, stop)``.
         split_fn: The user's way to cut a batch; the slice is its first piece of up to four rows.
+        coupled: Names of layers that are known to mix rows
+            (:func:`~lightning_oom.recovery.batchnorm.find_batch_coupled`); a refusal names them.
 
     Returns:
         The verdict. When something else than the rows would have been the right weights, the
@@ -114,7 +117,9 @@ def check_separable(
         'the loss is a sum over rows, not a mean: its parts add up without weights'
     """
     devices = {tensor.device for tensor in batch_tensors(batch)}
-    trial = _Trial(gradients_of, tuple(names), weight_fn, tolerance, devices)
+    trial = _Trial(
+        gradients_of, tuple(names), weight_fn, tolerance, devices, coupled=tuple(coupled)
+    )
     if split_fn is not None:
         return _check_with(split_fn, batch, trial)
     rows = count_rows(batch)
@@ -173,7 +178,10 @@ class _Trial:
         weight_fn: Callable[[Any], float | Tensor] | None,
         tolerance: float | None,
         devices: set[torch.device],
+        *,
+        coupled: tuple[str, ...],
     ) -> None:
+        self._coupled = coupled
         self._gradients_of = gradients_of
         self._names = names
         self._weight_fn = weight_fn
@@ -235,9 +243,10 @@ class _Trial:
         if separable:
             reason = f"gradients of parts add up to those of the whole (within {largest:.1e})"
         else:
-            reason = sums.explain(shares, tolerance, weighted=self._weight_fn is not None) or (
-                f"rows depend on each other: gradients of parts differ from those of the whole by "
-                f"{largest:.1e} at {name}"
+            weighted = self._weight_fn is not None
+            reason = sums.explain(shares, tolerance, weighted=weighted) or (
+                f"{_what_couples(self._coupled)}: gradients of parts differ from those of the whole "
+                f"by {largest:.1e} at {name}"
             )
         return Separability(
             separable=separable,
@@ -245,6 +254,17 @@ class _Trial:
             parameter=name,
             reason=reason,
         )
+
+
+def _what_couples(layers: Sequence[str]) -> str:
+    if not layers:
+        return "rows depend on each other"
+    named = ", ".join(name or "the module itself" for name in layers[:3])
+    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""  # noqa: PLR2004 - three fit
+    return (
+        "rows depend on each other through batch normalisation, which takes its statistics over the "
+        f"batch ({named}{more})"
+    )
 
 
 class _Sums:

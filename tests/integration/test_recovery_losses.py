@@ -185,7 +185,9 @@ def test_batch_norm_in_training_mode_is_not_split_silently():
     with pytest.raises(OutOfMemoryError) as caught:
         fit(lambda: Normalised(8), batches_of([16]), recovery(ladder=("split",)))
 
-    assert "lightning_oom" in notes_of(caught.value)
+    assert "batch normalisation, which takes its statistics over the batch (body.1)" in notes_of(
+        caught.value
+    )
 
 
 class SummedLoss(TinyRegressor):

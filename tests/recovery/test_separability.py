@@ -26,6 +26,7 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from torch.utils.checkpoint import checkpoint
 
 from lightning_oom._torch import OutOfMemoryError
+from lightning_oom.recovery.batchnorm import find_batch_coupled
 from lightning_oom.recovery.separability import check_separable
 
 
@@ -80,6 +81,18 @@ def test_batch_normalisation_is_not_separable(layer):
 
     assert not verdict.separable
     assert verdict.conclusive
+
+
+def test_a_refusal_names_the_batch_normalisation_layer() -> None:
+    """Not only the parameter whose gradient differs most, which may be of another layer."""
+    model = mlp(nn.BatchNorm1d(16))
+    (layer,) = find_batch_coupled(model)
+    verdict = check(model, vectors(), coupled=[layer])
+
+    assert not verdict.separable
+    assert "batch normalisation" in verdict.reason
+    assert f"({layer})" in verdict.reason
+    assert "batch normalisation" not in check(model, vectors()).reason
 
 
 def test_batch_normalisation_in_eval_mode_is_separable():
