@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from lightning_oom import errors, testing
     from lightning_oom.callbacks.amp_switcher import AMPSwitcher
     from lightning_oom.callbacks.cache_cleaner import CacheCleaner
+    from lightning_oom.callbacks.cpu_offload import CPUOffload
+    from lightning_oom.callbacks.early_zero_grad import EarlyZeroGrad
     from lightning_oom.callbacks.memory_monitor import MemoryMonitor
     from lightning_oom.callbacks.memory_profiler import MemoryProfiler
     from lightning_oom.callbacks.oom_recovery import OOMRecovery
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AMPSwitcher",
+    "CPUOffload",
     "CacheCleaner",
+    "EarlyZeroGrad",
     "MemoryMonitor",
     "MemoryProfiler",
     "MemoryReading",
@@ -52,7 +56,9 @@ __all__ = [
 
 _HOMES = {
     "AMPSwitcher": "lightning_oom.callbacks.amp_switcher",
+    "CPUOffload": "lightning_oom.callbacks.cpu_offload",
     "CacheCleaner": "lightning_oom.callbacks.cache_cleaner",
+    "EarlyZeroGrad": "lightning_oom.callbacks.early_zero_grad",
     "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
     "MemoryProfiler": "lightning_oom.callbacks.memory_profiler",
     "MemoryReading": "lightning_oom.memory",

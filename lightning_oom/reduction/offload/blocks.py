@@ -1,0 +1,178 @@
+"""Weights of whole blocks, on the device only while the block runs: for inference."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_oom._torch import module_members
+from lightning_oom.undo import Undo, UndoStack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["BlockOffload", "find_blocks"]
+
+
+def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the repeated blocks of a model: children of its lists and sequences, outermost first.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Children with children of their own and with weights, of each ``ModuleList`` or
+        ``Sequential`` that holds at least two of one class. None of them is inside another.
+
+    Example:
+        >>> from torch import nn
+        >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> encoder = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
+        >>> len(find_blocks(encoder))
+        3
+    """
+    found: list[torch.nn.Module] = []
+
+    def walk(module: torch.nn.Module) -> None:
+        children = list(module.children())
+        is_row = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+        kinds = [type(child) for child in children]
+        for child in children:
+            if (
+                is_row
+                and kinds.count(type(child)) > 1
+                and any(True for _ in child.children())
+                and any(True for _ in child.parameters())
+                and not isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential))
+            ):
+                found.append(child)
+            else:
+                walk(child)
+
+    walk(model)
+    return list(dict.fromkeys(found))
+
+
+class BlockOffload:
+    """Keeps the weights of blocks on the host and brings each block in while it runs.
+
+    For inference only: in training every weight has to be on the device in the optimizer's step.
+    The weights themselves stay the same objects with the same names; results are the same bits.
+    Weights that something outside of the block uses as well (tied ones) stay on the device, and so
+    do buffers, which a forward may write to.
+
+    Args:
+        model: The model.
+        blocks: Its blocks, none inside another, each called as a module.
+        device: Where they run.
+
+    Attributes:
+        kept_bytes: Weights that are on the host while no block runs.
+        largest_bytes: Those of the largest block.
+
+    Note:
+        Cost: the weights of each block are copied to the device at each call, and the copy is waited
+        for. Nothing is copied back: the host keeps the original. On CUDA the host memory is pinned.
+
+    Example:
+        >>> import torch
+        >>> from lightning_oom.testing import SimulatedGPU
+        >>> device = SimulatedGPU.enable()
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+        >>> offload = BlockOffload(encoder, find_blocks(encoder), device=device)
+        >>> with offload.away():
+        ...     _ = encoder.to(device)
+        >>> undo = offload.attach()
+        >>> with torch.no_grad():
+        ...     output = encoder(torch.ones(1, 4, 16, device=device))
+        >>> next(encoder.parameters()).device
+        device(type='cpu')
+        >>> undo()
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], *, device: torch.device
+    ) -> None:
+        self._device = device
+        inside = {module for block in blocks for module in block.modules()}
+        elsewhere = {
+            id(parameter)
+            for module in model.modules()
+            if module not in inside
+            for parameter in module_members(module)[1].values()
+        }
+        uses = [id(parameter) for block in blocks for parameter in set(block.parameters())]
+        self._blocks: dict[torch.nn.Module, list[torch.nn.Parameter]] = {
+            block: [
+                parameter
+                for parameter in block.parameters()
+                if id(parameter) not in elsewhere and uses.count(id(parameter)) == 1
+            ]
+            for block in blocks
+        }
+        sizes = [sum(map(_num_bytes, parameters)) for parameters in self._blocks.values()]
+        self.kept_bytes = sum(sizes)
+        self.largest_bytes = max(sizes, default=0)
+        self._homes: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Hide the blocks' weights from a ``model.to(device)`` inside the block."""
+        hidden = [
+            (members, name, parameter)
+            for block, parameters in self._blocks.items()
+            for module in block.modules()
+            for members in (module_members(module)[1],)
+            for name, parameter in members.items()
+            if any(parameter is own for own in parameters)
+        ]
+        for members, name, _ in hidden:
+            members[name] = None
+        try:
+            yield
+        finally:
+            for members, name, parameter in hidden:
+                members[name] = parameter
+
+    def attach(self) -> Undo:
+        """Move the blocks' weights to the host and let each block bring its own in.
+
+        Returns:
+            The undo: weights stay on the host, where Lightning puts a module at the end of a run.
+        """
+        undos = UndoStack()
+        pins = self._device.type == "cuda"
+        for block, parameters in self._blocks.items():
+            for parameter in parameters:
+                home = parameter.data.to("cpu")
+                self._homes[parameter] = home.pin_memory() if pins else home
+            self._move_out(parameters)
+            before = block.register_forward_pre_hook(self._bring_in, prepend=True)
+            after = block.register_forward_hook(self._take_out, always_call=True)
+            undos.push(Undo(before.remove))
+            undos.push(Undo(after.remove))
+        undos.push(Undo(self._homes.clear))
+        undos.push(Undo(self._all_out))
+        return Undo(undos)
+
+    def _bring_in(self, block: torch.nn.Module, *_: Any) -> None:
+        for parameter in self._blocks[block]:
+            parameter.data = self._homes[parameter].to(self._device, non_blocking=True)
+
+    def _take_out(self, block: torch.nn.Module, *_: Any) -> None:
+        self._move_out(self._blocks[block])
+
+    def _move_out(self, parameters: list[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.data = self._homes[parameter]
+
+    def _all_out(self) -> None:
+        for parameters in self._blocks.values():
+            self._move_out(parameters)
+
+
+def _num_bytes(parameter: torch.nn.Parameter) -> int:
+    return parameter.numel() * parameter.itemsize
