@@ -59,9 +59,15 @@ def _missing_names() -> tuple[str, ...]:
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     try:
-        trainer = Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
         return tuple(missing_names(trainer, BoringModel()))
     finally:
         logger.setLevel(level)

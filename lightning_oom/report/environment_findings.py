@@ -208,8 +208,8 @@ def _judge_host(environment: Environment) -> Iterator[Finding]:
     if shared is not None and shared < _SMALL_SHARED_BYTES:
         yield _note(
             "shared memory",
-            f"/dev/shm has {format_bytes(shared)}: workers of a DataLoader hand batches over through it and die "
-            "with 'Bus error' when it is full (docker run --shm-size)",
+            f"{format_bytes(shared)} in /dev/shm: workers of a DataLoader hand batches over through "
+            "it and die with 'Bus error' when it is full (docker run --shm-size)",
         )
 
 

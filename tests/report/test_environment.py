@@ -110,7 +110,7 @@ def test_a_machine_in_order_has_no_findings() -> None:
         ),
         (
             {"shared_bytes": 64 * MIB},
-            "note shared memory: /dev/shm has 64.00 MiB: workers of a DataLoader",
+            "note shared memory: 64.00 MiB in /dev/shm: workers of a DataLoader",
         ),
         ({"versions": {"lightning": "2.9.0"}}, "note lightning: 2.9.0 is not among the releases"),
         ({"missing_names": ("trainer._results",)}, "problem lightning: OOMRecovery would stand"),
