@@ -75,6 +75,7 @@ def _guarded_class(kind: type[Any]) -> type[Any]:
     """
 
     class GuardedClosure(kind):  # type: ignore[misc] # a class that is known at run time only
+        asks_zeroes_first = True
         run: Callable[[Any], Any]
 
         @torch.enable_grad()
@@ -171,7 +172,7 @@ class TrainProgram:
         return (
             self.phase == "forward"
             and self._zero is not None
-            and not setup.zero_first
+            and not setup.zeroes_first
             and setup.gradients.any_alive
         )
 
@@ -208,7 +209,7 @@ class TrainProgram:
     def run_whole(self, *, attempt: int) -> Any:
         """Run the closure; from the second attempt on, zero gradients before the forward."""
         closure = self._closure
-        if attempt == 1 and not self.setup.zero_first and not self.on_host:
+        if attempt == 1 and not self.setup.zeroes_first and not self.on_host:
             return closure.plain()
         kwargs = self._fresh_kwargs() if attempt > 1 else self.kwargs
         if self.on_host:

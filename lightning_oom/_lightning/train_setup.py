@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_oom._lightning.progress import Progress
 from lightning_oom._lightning.results import ResultsPart
 from lightning_oom._lightning.support import overrides
+from lightning_oom._lightning.zero_first import reason_not_to_zero_first, zeroes_first
 from lightning_oom.recovery.gradients import GradientGuard
 
 if TYPE_CHECKING:
@@ -59,10 +60,13 @@ class TrainSetup:
         self.results = ResultsPart(trainer)
         self.chunk_verdicts: dict[str, Any] = {}
         self.owns_zero_grad = overrides(self.module, "optimizer_zero_grad")
-        self.may_zero_first = not (
-            self.owns_zero_grad or overrides(self.module, "on_before_zero_grad")
-        )
+        self.may_zero_first = reason_not_to_zero_first(trainer, self.module) is None
         self.zero_first = False
+
+    @property
+    def zeroes_first(self) -> bool:
+        """Whether gradients are dropped before the forward: learnt, or wanted by a callback."""
+        return self.zero_first or zeroes_first(self.loop)
 
     def look_again(self) -> None:
         """Forget what was found out about children and parameters, after some were exchanged."""
