@@ -151,7 +151,9 @@ class Pictures(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Cross-entropy against the first class."""
         logits = self.inner(pixel_values=x).logits
-        return functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+        return functional.cross_entropy(
+            logits, torch.zeros(len(x), dtype=torch.long, device=x.device)
+        )
 
 
 def _vit() -> nn.Module:

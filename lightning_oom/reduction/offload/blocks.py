@@ -23,8 +23,9 @@ def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         model: Any module.
 
     Returns:
-        Children with children of their own and with weights, of each ``ModuleList`` or
-        ``Sequential`` that holds at least two of one class. None of them is inside another.
+        Of each ``ModuleList`` or ``Sequential`` that holds at least two of one class: those that
+        have children with weights. A ``Sequential`` counts where no block is found inside of it.
+        None of them is inside another.
 
     Example:
         >>> from torch import nn
@@ -33,26 +34,24 @@ def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         >>> len(find_blocks(encoder))
         3
     """
+    children = list(model.children())
+    kinds = [type(child) for child in children]
+    is_row = isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential))
     found: list[torch.nn.Module] = []
-
-    def walk(module: torch.nn.Module) -> None:
-        children = list(module.children())
-        is_row = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-        kinds = [type(child) for child in children]
-        for child in children:
-            if (
-                is_row
-                and kinds.count(type(child)) > 1
-                and any(True for _ in child.children())
-                and any(True for _ in child.parameters())
-                and not isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential))
-            ):
-                found.append(child)
-            else:
-                walk(child)
-
-    walk(model)
+    for child in children:
+        is_block = is_row and kinds.count(type(child)) > 1 and _has_weighted_children(child)
+        if is_block and not isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
+            found.append(child)
+            continue
+        inner = find_blocks(child)
+        if not inner and is_block and isinstance(child, torch.nn.Sequential):
+            inner = [child]
+        found += inner
     return list(dict.fromkeys(found))
+
+
+def _has_weighted_children(module: torch.nn.Module) -> bool:
+    return any(True for child in module.children() for _ in child.parameters())
 
 
 class BlockOffload:
