@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_oom._lightning.session import RecoveryOptions, RecoverySession
 from lightning_oom._lightning.support import reason_not_to_guard
+from lightning_oom.callbacks._ladder import DEFAULT_LADDER, build_ladder
 from lightning_oom.errors import (
     AmbiguousOOMWarning,
     LightningOOMWarning,
@@ -23,7 +24,6 @@ from lightning_oom.errors import (
 )
 from lightning_oom.recovery.events import RecoverySummary, StepOutcome
 from lightning_oom.recovery.knowledge import Knowledge
-from lightning_oom.recovery.ladder import ChunkRung, Ladder, ReleaseRung, Rung, SplitRung
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OOMRecovery"]
 
-_RUNGS = ("release", "chunk", "split")
-
 
 class OOMRecovery(Callback):
     """Repeat a step that ran out of memory in a way that fits, with the result of the whole step.
@@ -46,14 +44,22 @@ class OOMRecovery(Callback):
     logs, counters, attributes of the module), memory is released, and the next rung of the ladder is
     tried:
 
-    ============  ==============================================================  ===============
-    Rung          What it does                                                    Result
-    ============  ==============================================================  ===============
-    ``release``   the same again, caches empty, old gradients dropped first       bit-equal
-    ``chunk``     children of the module run row-chunk by row-chunk, recomputed   equal (rounding)
-                  in backward; loss, logs and metrics see the whole batch
-    ``split``     micro-batches, their losses weighted by rows or ``weight_fn``   equal (rounding)
-    ============  ==============================================================  ===============
+    ==============  ==========================================================  ================
+    Rung            What it does                                                Result
+    ==============  ==========================================================  ================
+    ``release``     the same again, caches empty, old gradients dropped first   bit-equal
+    ``chunk``       children of the module run row-chunk by row-chunk and       equal (rounding)
+                    again in backward; loss, logs, metrics see the whole batch
+    ``split``       micro-batches, losses weighted by rows or ``weight_fn``     equal (rounding)
+    ``checkpoint``  repeated blocks keep their inputs only, run again in        bit-equal
+                    backward
+    ``offload``     activations wait for the backward in host memory            bit-equal
+    ``amp``         forward and loss in bfloat16 autocast; only when named      other numbers
+    ==============  ==========================================================  ================
+
+    From ``checkpoint`` on the batch stays whole, which is right with batch normalisation too; each of
+    these rungs is used together with those before it, and where that is not enough, and the batch may
+    be split, with ever fewer rows. Larger batches then start in this way.
 
     A split is done only where the gradients of a small slice are the weighted sum of those of its
     parts; in-batch negatives and batch normalisation in training mode are not. The number of rows
@@ -73,8 +79,7 @@ class OOMRecovery(Callback):
     ============================  =======  ====================================================
 
     Args:
-        ladder: Rungs in the order in which they are tried, out of ``"release"``, ``"chunk"`` and
-            ``"split"``; at least one.
+        ladder: Rungs in the order in which they are tried, out of those above; at least one.
         weight_fn: ``weight_fn(micro_batch)`` gives the weight of a micro-batch's loss, at least 0;
             default its rows. For a loss that is a mean over tokens, count the tokens that the loss
             counts.
@@ -133,7 +138,7 @@ class OOMRecovery(Callback):
     def __init__(
         self,
         *,
-        ladder: Sequence[str] = _RUNGS,
+        ladder: Sequence[str] = DEFAULT_LADDER,
         weight_fn: Callable[[Any], float | Tensor] | None = None,
         split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
         log_merge: dict[str, str] | None = None,
@@ -157,7 +162,12 @@ class OOMRecovery(Callback):
         self.verbose = verbose
         self.summary = RecoverySummary()
         self._options = RecoveryOptions(
-            ladder=self._build_ladder(ladder, split_inseparable=on_inseparable == "split"),
+            ladder=build_ladder(
+                ladder,
+                trainer=self._running_trainer,
+                split_inseparable=on_inseparable == "split",
+                on_inseparable=self._warn_inseparable,
+            ),
             weight_fn=weight_fn,
             split_fn=split_fn,
             log_merge=dict(log_merge or {}),
@@ -170,19 +180,10 @@ class OOMRecovery(Callback):
         self._session: RecoverySession | None = None
         self._warned: set[str] = set()
 
-    def _build_ladder(self, names: Sequence[str], *, split_inseparable: bool) -> Ladder:
-        if isinstance(names, str) or not names:
-            raise ValueError(f"ladder is a list of rungs out of {list(_RUNGS)}, got {names!r}")
-        made: dict[str, Callable[[], Rung]] = {
-            "release": ReleaseRung,
-            "chunk": ChunkRung,
-            "split": lambda: SplitRung(
-                split_inseparable=split_inseparable, on_inseparable=self._warn_inseparable
-            ),
-        }
-        for name in names:
-            _check_choice("a rung of ladder", name, _RUNGS)
-        return Ladder([made[name]() for name in names])
+    def _running_trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("OOMRecovery is not attached to a running trainer")
+        return self._trainer
 
     # -- wiring
     @override

@@ -76,6 +76,7 @@ class StepOutcome:
         head = f"out of memory with {self.describe_batch()}: {self.describe_request()}"
         if self.recovered and self.plan is not None:
             done = f"recovered by {self.plan.describe()}"
+            done += "" if self.plan.exact else " (not the same numbers)"
         elif self.skipped:
             done = "batch skipped"
         else:

@@ -1,0 +1,116 @@
+"""The rungs of OOMRecovery by their names, tied to the trainer that they act on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_oom._lightning.precision import reason_not_to_switch, within_precision
+from lightning_oom.recovery.holding import HoldingRung
+from lightning_oom.recovery.ladder import ChunkRung, Ladder, ReleaseRung, Rung, SplitRung
+from lightning_oom.reduction.checkpointing import find_blocks, install
+from lightning_oom.reduction.offload import offload_activations
+from lightning_oom.reduction.precision import choose_precision, find_unsafe_losses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lightning.pytorch import Trainer
+
+__all__ = ["DEFAULT_LADDER", "RUNGS", "build_ladder"]
+
+RUNGS = ("release", "chunk", "split", "checkpoint", "offload", "amp")
+"""All names, the exact ones first."""
+
+DEFAULT_LADDER = RUNGS[:-1]
+"""Those that compute what the plain step computes."""
+
+
+def build_ladder(
+    names: Sequence[str],
+    *,
+    trainer: Callable[[], Trainer],
+    split_inseparable: bool,
+    on_inseparable: Callable[[str], None],
+) -> Ladder:
+    """Make a ladder.
+
+    Args:
+        names: Out of :data:`RUNGS`.
+        trainer: Gives the trainer whose step is being tried.
+        split_inseparable: As for :class:`~lightning_oom.recovery.ladder.SplitRung`.
+        on_inseparable: Likewise.
+
+    Raises:
+        ValueError: A text instead of a list, no name, an unknown one, or one twice.
+    """
+    if isinstance(names, str) or not names:
+        raise ValueError(f"ladder is a list of rungs out of {list(RUNGS)}, got {names!r}")
+    rungs: list[Rung] = []
+    for name in names:
+        if name not in RUNGS:
+            raise ValueError(f"a rung of ladder is one of {list(RUNGS)}, got {name!r}")
+        before = [rung for rung in rungs if isinstance(rung, HoldingRung)]
+        if name == "release":
+            rungs.append(ReleaseRung())
+        elif name == "chunk":
+            rungs.append(ChunkRung())
+        elif name == "split":
+            rungs.append(
+                SplitRung(split_inseparable=split_inseparable, on_inseparable=on_inseparable)
+            )
+        else:
+            rungs.append(_HOLDING[name](trainer, before))
+    return Ladder(rungs)
+
+
+def _checkpoint(trainer: Callable[[], Trainer], before: Sequence[HoldingRung]) -> HoldingRung:
+    def paths() -> list[str]:
+        return [block.path for block in find_blocks(trainer().lightning_module)]
+
+    @contextlib.contextmanager
+    def checkpointed() -> Iterator[None]:
+        undo = install(trainer().lightning_module, paths())
+        try:
+            yield
+        finally:
+            undo()
+
+    def unavailable() -> str | None:
+        return None if paths() else "the module has no repeated blocks"
+
+    return HoldingRung("checkpoint", checkpointed, unavailable=unavailable, before=before)
+
+
+def _offload(trainer: Callable[[], Trainer], before: Sequence[HoldingRung]) -> HoldingRung:
+    @contextlib.contextmanager
+    def offloaded() -> Iterator[Any]:
+        module = trainer().lightning_module
+        with offload_activations(keep=[*module.parameters(), *module.buffers()]) as tally:
+            yield tally
+
+    def unavailable() -> str | None:
+        device = trainer().strategy.root_device
+        return "the device is the host itself" if device.type == "cpu" else None
+
+    return HoldingRung("offload", offloaded, unavailable=unavailable, before=before)
+
+
+def _amp(trainer: Callable[[], Trainer], before: Sequence[HoldingRung]) -> HoldingRung:
+    def unavailable() -> str | None:
+        running = trainer()
+        module = running.lightning_module
+        if choose_precision(running.strategy.root_device) != "bf16-mixed":
+            return "the device has no bfloat16, and a loss scale for float16 outlasts one attempt"
+        unsafe = find_unsafe_losses(module)
+        if unsafe:
+            return f"16 bits do not hold the loss of {', '.join(unsafe)}"
+        return reason_not_to_switch(running, module, "bf16-mixed")
+
+    def in_bf16() -> contextlib.AbstractContextManager[None]:
+        return within_precision(trainer(), "bf16-mixed")
+
+    return HoldingRung("amp", in_bf16, unavailable=unavailable, exact=False, before=before)
+
+
+_HOLDING = {"checkpoint": _checkpoint, "offload": _offload, "amp": _amp}
