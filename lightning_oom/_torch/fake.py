@@ -40,12 +40,20 @@ FAKE_ERRORS = (
 """What torch raises for an operator that fake tensors cannot follow."""
 
 
+class _FakeMode(FakeTensorMode):
+    """Without the frame that newer releases put around the handler; see ``WatchingMode``."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def fake_mode() -> Any:
     """Return a new mode, to be entered, in which operators make fake tensors of fixed shapes.
 
     Real tensors that are met inside are taken for fake ones of the same shape.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    return _FakeMode(allow_non_fake_inputs=True, static_shapes=True)
 
 
 def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepTracer"]
 
+_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor is asked
 _KIND_OF_PHASE = {"before": "temporary", "forward": "activation"}
 
 
@@ -166,6 +167,8 @@ class StepTracer(AllocationWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what asks for values; run everything else, then look at what it returned."""
+        if func is _DEVICE:
+            return args[0].device
         if types and desugars(types):
             return NotImplemented
         kwargs = kwargs or {}
