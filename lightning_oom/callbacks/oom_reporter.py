@@ -279,7 +279,7 @@ class OOMReporter(Callback):
         if report is not None and report.diagnoses:
             note = f"lightning_oom: {report.diagnoses[0].title}"
             if report.remedies:
-                note += f"\n  first: {report.remedies[0].action}"
+                note += f"\n  try first: {report.remedies[0].action}"
             if self.paths:
                 note += f"\n  report: {self.paths[-1].with_suffix('')}.*"
             add_note(error, note)

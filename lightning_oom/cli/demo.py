@@ -112,7 +112,7 @@ def _three_runs(
     if limit is None:
         limit = int(_LIMIT_FRACTION * unlimited.peak_bytes)
     shown = f"limit {format_bytes(limit)}, {limit / unlimited.peak_bytes:.0%} of the peak"
-    console.rule(f"2/3 {shown}, without the pack")
+    console.rule(f"2/3 {shown}, without OOMRecovery")
     died = begin(_RUNS[1], limit_bytes=limit)
     console.rule(f"3/3 {shown}, with OOMRecovery")
     recovered = begin(_RUNS[2], limit_bytes=limit, recovery=OOMRecovery())
@@ -144,7 +144,7 @@ def _column(one: DemoRun, unlimited: DemoRun) -> dict[str, str]:
         "ended": f"died, step {one.steps + 1}" if one.error else f"step {one.steps}",
         "OOMs met": str(summary.num_oom) if summary else str(int(one.error is not None)),
         "recovered": str(summary.num_recovered) if summary else "-",
-        "failed attempts per new shape": (
+        "failures per oversized shape": (
             f"{summary.num_failed_attempts / over:.2f} ({summary.num_failed_attempts} / {over})"
             if summary and over
             else "-"

@@ -44,7 +44,7 @@ class DemoRun:
         seconds: Duration of the fit.
         loss: Loss of the last finished step; ``None`` before the first.
         error: First line of the OOM that ended the run; ``None`` when it finished.
-        notes: What the pack noted on that error; empty without it.
+        notes: What OOMRecovery noted on that error; empty without it.
         weights: Parameters at the end, on the host.
         peaks: Largest peak seen for each batch shape (bytes); empty with recovery, which reads peaks
             itself.
@@ -171,7 +171,7 @@ def train(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave the screen to the progress bars, the table and what the pack says of each OOM."""
+    """Leave the screen to the progress bars, the table and what OOMRecovery says of each OOM."""
     notices = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     notices.addFilter(_is_ours)
     try:
@@ -184,7 +184,7 @@ def quiet() -> Iterator[None]:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Say whether a notice comes from the pack: Lightning's own go through the same logger."""
+    """Say whether a notice comes from lightning_oom: Lightning's own go through the same logger."""
     return Path(record.pathname).is_relative_to(Path(__file__).parents[1])
 
 

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         0; or 2, with one line on standard error, when the file cannot be read or tells nothing.
     """
     try:
-        report = explain(_read(arguments.file))
+        report = explain(_read(arguments.file), folder=_folder_of(arguments.file))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         print(f"lightning-oom explain: {arguments.file}: {reason}", file=sys.stderr)
@@ -59,11 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def explain(content: bytes) -> OOMReport:
+def explain(content: bytes, *, folder: Path | None = None) -> OOMReport:
     """Turn a log, a report in JSON or a memory snapshot into a report with its diagnosis.
 
     Args:
         content: The file.
+        folder: Where it lies. A log often names the report that an OOMReporter has written; its JSON
+            knows more than the log and is read instead. ``None`` reads the log alone.
 
     Returns:
         The report. Its diagnoses are those of this release.
@@ -81,7 +83,7 @@ def explain(content: bytes) -> OOMReport:
     text = content.decode("utf-8", errors="replace").lstrip("\ufeff")
     if _is_report(text):
         return with_advice(OOMReport.from_json(text))
-    report = read_log(text)
+    report = read_log(text, folder=folder)
     if report is None:
         raise ValueError("no out-of-memory error in it")
     return with_advice(report)
@@ -95,6 +97,10 @@ def _is_report(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and "record" in found
+
+
+def _folder_of(name: str) -> Path:
+    return Path.cwd() if name == "-" else Path(name).parent
 
 
 def _read(name: str) -> bytes:

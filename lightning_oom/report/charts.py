@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_oom.report.words import KIND_LABELS
+from lightning_oom.report.words import GONE_LABEL, KIND_LABELS
 from lightning_oom.units import GIB, KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def _amounts(report: OOMReport) -> list[tuple[str, str, int]]:
     if report.kinds is not None:
         by_kind = report.kinds.as_dict()
         found += [(kind, label, by_kind[kind]) for kind, label in KIND_LABELS.items()]
+        found.append(("gone", GONE_LABEL, report.gone_bytes))
     elif report.allocated_bytes:
         found.append(("other", "tensors", report.allocated_bytes))
     found.append(("cached", "cached, unused", report.unallocated_bytes or 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_oom.report import leaking, pressure
+from lightning_oom.report import leaking, outside, pressure
 from lightning_oom.report.record import Diagnosis, OOMReport
 from lightning_oom.units import format_bytes
 
@@ -140,7 +140,7 @@ def _optimizer_state(report: OOMReport) -> Evidence | None:
 def _disguised(report: OOMReport) -> Evidence | None:
     if report.cause.confidence == "certain" or report.cause.scope != "device":
         return None
-    return 0.3, [
+    return 0.5, [
         _first_line(report),
         "the error does not say that memory ran out; a full device often turns into it",
     ]
@@ -191,6 +191,21 @@ CAUSES: tuple[CauseRule, ...] = (
         name="other_processes",
         title="Other processes hold memory of this device.",
         find=_other_processes,
+    ),
+    CauseRule(
+        name="outside_torch",
+        title="Much of the device is held outside of PyTorch: other processes, or CUDA itself.",
+        find=outside.find_outside,
+    ),
+    CauseRule(
+        name="driver_full",
+        title="The device was full when something beside PyTorch's allocator asked for memory.",
+        find=outside.find_driver,
+    ),
+    CauseRule(
+        name="refused_with_room",
+        title="The driver refused a request although it says that there is room for it.",
+        find=outside.find_refusal,
     ),
     CauseRule(
         name="fragmentation",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.recovery.classify import classify_oom
+from lightning_oom.report.log_notes import NOTE, read_notes
 from lightning_oom.report.place import find_phase, find_stage, parse_traceback
 from lightning_oom.report.record import OOMReport
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["read_log"]
 
 _MAX_CHARACTERS = 50_000_000
+_LIMITED = re.compile(r"\(memory_limit of [^()\n]+? on (\w+(?::\d+)?), operator ")
+_MAX_RECORD_BYTES = 64 * 2**20
 _MAX_LINES = 12
 _PREFIX = re.compile(
     r"^(?:\[(?:rank ?)?\d+\]:|\(\w+ pid=\d+(?:, ip=[\d.]+)?\)|\d+:)[ \t]?", re.MULTILINE
@@ -27,7 +32,9 @@ _ERROR_LINE = re.compile(
     r"^(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|ENOMEM))(?::[ \t]?|$)", re.MULTILINE
 )
 _MEMORY_WORD = re.compile(
-    r"memory|alloc|ENOMEM|shm|CUDNN|CUBLAS|paging file|Killed|Bus error", re.IGNORECASE
+    r"memory|alloc|ENOMEM|shm|CUDNN|CUBLAS|paging file|Killed|Bus error|OUT_OF_RESOURCES|"
+    r"EXHAUSTED|aoti_torch",
+    re.IGNORECASE,
 )
 _PROGRESS = re.compile(r"Epoch (\d+):[^\n\r]*?\b(\d+)/(?:\d+|\?|--)")
 _TRACEBACK = "Traceback (most recent call last)"
@@ -38,15 +45,19 @@ _CLASSES: dict[str, type[BaseException]] = {
 }
 
 
-def read_log(text: str) -> OOMReport | None:
+def read_log(text: str, *, folder: Path | None = None) -> OOMReport | None:
     r"""Find the last out-of-memory error in a text.
 
     Args:
         text: A traceback, or a log of any length with one in it; the last 50 million characters are
             read. Lines may carry the rank that they come from.
+        folder: Where the log lies. Where the log names the files of a report, its JSON is looked for
+            at that path and below this folder; ``None`` looks for none.
 
     Returns:
-        What the text tells, without diagnoses; ``None`` when no error in it is out of memory.
+        The report that the log names, where it can be read; else what the text tells, with what
+        OOMRecovery and OOMReporter have written into it. Without diagnoses. ``None`` when no error in
+        it is out of memory.
 
     Example:
         >>> report = read_log(
@@ -68,16 +79,31 @@ def read_log(text: str) -> OOMReport | None:
     progress = _PROGRESS.findall(before)
     epoch, batch = progress[-1] if progress else (None, None)
     ranks = _RANK.findall(raw)
-    return OOMReport(
-        cause=cause,
-        lines=lines,
-        phase=find_phase(lines),
-        stage=find_stage(lines),
-        device=cause.device,
-        epoch=None if epoch is None else int(epoch),
-        batch_index=None if batch is None else int(batch),
-        rank=int(ranks[-1]) if len(set(ranks)) == 1 else 0,
-    )
+    noted, stem = read_notes(clean, position)
+    if stem is not None and folder is not None:
+        written = _read_record(stem, folder)
+        if written is not None:
+            return written
+    facts = {
+        "phase": find_phase(lines),
+        "stage": find_stage(lines),
+        "device": limited[1] if (limited := _LIMITED.search(cause.message)) else cause.device,
+        "epoch": None if epoch is None else int(epoch),
+        "batch_index": None if batch is None else int(batch),
+        "rank": int(ranks[-1]) if len(set(ranks)) == 1 else 0,
+    }
+    return OOMReport(cause=cause, lines=lines, **{**facts, **noted})
+
+
+def _read_record(stem: str, folder: Path) -> OOMReport | None:
+    """Read the report that a log names: where it says, or where it went along with the log."""
+    named = Path(f"{stem}.json")
+    places = (named, folder / named, folder / named.parent.name / named.name, folder / named.name)
+    for path in dict.fromkeys(places):
+        with contextlib.suppress(OSError, ValueError):
+            if path.stat().st_size <= _MAX_RECORD_BYTES:
+                return OOMReport.from_json(path.read_text(encoding="utf-8"))
+    return None
 
 
 def _last_oom(text: str) -> tuple[OOMCause, int] | None:
@@ -112,7 +138,7 @@ def _message_at(text: str, start: int) -> str:
     lines = text[start : start + 10_000].split("\n")[:_MAX_LINES]
     message = [lines[0]]
     for line in lines[1:]:
-        if not line.strip() or _TRACEBACK in line or _ERROR_LINE.match(line):
+        if not line.strip() or _TRACEBACK in line or _ERROR_LINE.match(line) or NOTE in line:
             break
         message.append(line)
     return "\n".join(message)

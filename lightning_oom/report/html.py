@@ -129,7 +129,7 @@ def _attempt_rows(report: OOMReport) -> list[tuple[str, str, str, str]]:
             attempt.what,
             attempt.phase,
             "" if attempt.requested_bytes is None else format_bytes(attempt.requested_bytes),
-            f"{attempt.seconds:.2f}",
+            "" if attempt.seconds is None else f"{attempt.seconds:.2f}",
         )
         for attempt in report.attempts
     ]

@@ -10,11 +10,18 @@ from lightning_oom.units import MIB
 if TYPE_CHECKING:
     from lightning_oom.report.record import OOMReport
 
-__all__ = ["expect_activations", "expect_shortfall", "rows_that_fit", "standing_bytes"]
+__all__ = [
+    "bytes_per_row",
+    "expect_activations",
+    "expect_shortfall",
+    "rows_that_fit",
+    "standing_bytes",
+]
 
 _MARGIN = 0.9
 _TYPICAL_IN_SEGMENT = {2 * MIB: MIB // 2, 20 * MIB: 5 * MIB}
 """Segment that the allocator asks for, and the middle of the sizes that it does so for."""
+_PHASES_OF_ROWS = (None, "forward", "backward", "transfer", "metrics")
 
 
 def standing_bytes(report: OOMReport) -> int:
@@ -53,35 +60,59 @@ def expect_shortfall(report: OOMReport) -> int | None:
     return max(standing_bytes(report) + needed - limit, missing or 0)
 
 
-def rows_that_fit(report: OOMReport) -> int | None:
+def bytes_per_row(report: OOMReport) -> float | None:
+    """Predict what each row of the batch takes at the peak of the step; ``None`` for unknown.
+
+    The peak, less what does not depend on the rows, over the rows.
+    """
+    needed = _needed_for_batch(report)
+    if needed is None or not report.rows or report.phase not in _PHASES_OF_ROWS:
+        return None
+    return needed / report.rows
+
+
+def rows_that_fit(report: OOMReport, *, accumulating: bool = False) -> int | None:
     """Predict how many rows of this batch fit together.
 
     Assumes that what is neither parameter, buffer, gradient nor optimizer state grows in proportion
-    to the rows.
+    to the rows, and that optimizer state which the first update makes is there.
 
     Args:
         report: The record.
+        accumulating: Gradients of earlier batches are there as well.
 
     Returns:
-        At least 1 and fewer than the batch has; ``None`` where the report does not know enough.
+        At least 1 and fewer than the batch has; ``None`` where the report does not know enough, where
+        not even one row would fit, and where the numbers say that all rows should have fitted.
     """
-    limit, rows, needed = _own_limit(report), report.rows, _needed_for_batch(report)
-    if limit is None or needed is None or rows is None or rows <= 1 or report.phase == "optimizer":
+    limit, rows, per_row = _own_limit(report), report.rows, bytes_per_row(report)
+    if limit is None or per_row is None or rows is None or rows <= 1:
         return None
-    available = limit - standing_bytes(report)
-    return max(1, min(math.floor(_MARGIN * rows * available / needed), rows - 1))
+    fitting = math.floor(_MARGIN * (limit - _standing_later(report, accumulating)) / per_row)
+    return fitting if 1 <= fitting < rows else None
+
+
+def _standing_later(report: OOMReport, accumulating: bool) -> int:
+    """Return what does not depend on the batch, once the first update has made its state."""
+    kinds = report.kinds
+    if kinds is None:
+        return 0
+    expected = sum(optimizer.expected_bytes or 0 for optimizer in report.optimizers)
+    more = max(expected - kinds.optimizer_bytes, 0)
+    if accumulating:
+        more += max(kinds.parameters_bytes - kinds.gradients_bytes, 0)
+    return standing_bytes(report) + more
 
 
 def _needed_for_batch(report: OOMReport) -> int | None:
     """Return what the batch would take on the device with all that comes of it."""
     kinds, activations = report.kinds, expect_activations(report)
-    if kinds is None or activations is None or (report.device or "cpu").startswith("cpu"):
+    if kinds is None or activations is None or report.cause.scope != "device":
         return None
-    progress = _progress(report)
-    if progress is not None and progress < 1:
-        return max(activations + kinds.batch_bytes, 1)
-    passing = kinds.other_bytes + _refused_bytes(report)
-    return max(activations + kinds.batch_bytes + passing, 1)
+    if (report.device or "cpu").startswith("cpu") and report.cause.allocated_bytes is None:
+        return None  # what is counted there is the resident set of the whole process
+    seen = kinds.total_bytes + report.gone_bytes + _refused_bytes(report) - standing_bytes(report)
+    return max(activations + kinds.batch_bytes, seen, 1)
 
 
 def _progress(report: OOMReport) -> float | None:
@@ -103,7 +134,10 @@ def _refused_bytes(report: OOMReport) -> int:
 
 def _own_limit(report: OOMReport) -> int | None:
     """Return what this process can have of the device now."""
-    reading = report.reading
+    amounts, reading = report.amounts, report.reading
+    if amounts.room_bytes is not None and amounts.allocated_bytes is not None:
+        held = amounts.reserved_bytes
+        return amounts.room_bytes + (amounts.allocated_bytes if held is None else held)
     if reading is not None and reading.limit_bytes is not None:
         return reading.limit_bytes
     return report.limit_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from lightning_oom.report.outside import refused_with_room
 from lightning_oom.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ def find_others(report: OOMReport) -> tuple[float, list[str]] | None:
     if not report.processes:
         named = _OTHER_USE.findall(report.cause.message)
         lines += [f"process {pid}: {amount}" for pid, amount in named]
+        unseen = others - sum(parse_bytes(amount) for _, amount in named)
+        if unseen >= _OTHERS_FRACTION * total and named:
+            lines.append(
+                f"{format_bytes(unseen)} of it by processes that this one cannot see (of another "
+                "container or user)"
+            )
     missing = report.missing_bytes
     would_fit = missing is not None and missing <= others
     if would_fit:
@@ -73,6 +80,8 @@ def find_fragmentation(report: OOMReport) -> tuple[float, list[str]] | None:
     fraction = unallocated / reserved
     requested, free = report.requested_bytes, report.free_bytes
     if requested is None or fraction < _PIECES_FRACTION or requested > unallocated + (free or 0):
+        return None
+    if refused_with_room(report):  # the pieces are not what was in the way
         return None
     held = f"{format_bytes(unallocated)} ({fraction:.0%} of what the allocator holds)"
     lines = [
@@ -106,11 +115,13 @@ def find_too_big(report: OOMReport) -> tuple[float, list[str]] | None:
     kind = dominant_kind(report)
     if kind is not None and report.kinds is not None:
         amount = report.kinds.as_dict()[kind]
-        share = amount / max(report.kinds.total_bytes, 1)
+        share = amount / max(report.kinds.total_bytes + report.gone_bytes, 1)
         lines.append(
             f"{share:.0%} of what was allocated: {_KIND_NAMES[kind]} ({format_bytes(amount)})"
         )
     lines = lines or [f"the error: {report.cause.message.splitlines()[0][:160]}"]
+    if refused_with_room(report):
+        return 0.3, lines
     return (0.7 if missing else 0.5 if requested is not None else 0.4), lines
 
 

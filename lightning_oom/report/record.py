@@ -10,6 +10,7 @@ from lightning_oom.memory.nvml import ProcessMemory  # noqa: TC001 - read by fro
 from lightning_oom.memory.reading import MemoryReading  # noqa: TC001 - read by from_json
 from lightning_oom.recovery.classify import OOMCause  # noqa: TC001 - read by from_json
 from lightning_oom.report import plain
+from lightning_oom.report.amounts import Amounts, read_amounts
 
 __all__ = [
     "BatchLeaf",
@@ -27,6 +28,8 @@ __all__ = [
 
 FORMAT_VERSION = 1
 """Raised when a field changes its meaning. Fields that are added or missing do not raise it."""
+
+_ROUNDING = 0.01  # the text of an error has two decimals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +175,13 @@ class FailedAttempt:
     Attributes:
         what: In words: ``"split into micro-batches of 8 rows"``.
         phase: Where it failed.
-        seconds: What it cost, rollback included.
+        seconds: What it cost, rollback included; ``None`` for unknown.
         requested_bytes: What it asked for.
     """
 
     what: str
     phase: str
-    seconds: float
+    seconds: float | None = None
     requested_bytes: int | None = None
 
 
@@ -320,48 +323,54 @@ class OOMReport:
         return self.cause.requested_bytes
 
     @property
+    def amounts(self) -> Amounts:
+        """Return what was held and free, all of one moment."""
+        return read_amounts(self.cause, self.reading, self.device)
+
+    @property
     def limit_bytes(self) -> int | None:
         """Return what the whole device has, or what the process is allowed of it."""
-        known = self.cause.limit_bytes
-        return known if known is not None or self.reading is None else self.reading.limit_bytes
+        return self.amounts.limit_bytes
 
     @property
     def allocated_bytes(self) -> int | None:
         """Return what tensors held."""
-        known = None if self.reading is None else self.reading.allocated_bytes
-        return self.cause.allocated_bytes if known is None else known
+        return self.amounts.allocated_bytes
 
     @property
     def unallocated_bytes(self) -> int | None:
-        """Return what the allocator held and no tensor used."""
-        reserved, allocated = self.reserved_bytes, self.allocated_bytes
-        if reserved is None or allocated is None:
-            return self.cause.reserved_unallocated_bytes
-        return max(reserved - allocated, 0)
+        """Return what the allocator held and no tensor used; ``None`` where nothing is cached."""
+        return self.amounts.unallocated_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Return what the allocator held."""
-        if self.reading is not None and self.reading.reserved_bytes is not None:
-            return self.reading.reserved_bytes
-        cause = self.cause
-        if cause.allocated_bytes is None or cause.reserved_unallocated_bytes is None:
-            return None
-        return cause.allocated_bytes + cause.reserved_unallocated_bytes
+        """Return what the allocator held; ``None`` for a backend without a caching allocator."""
+        return self.amounts.reserved_bytes
 
     @property
     def free_bytes(self) -> int | None:
         """Return what the device could still give."""
-        if self.cause.free_bytes is not None:
-            return self.cause.free_bytes
-        return None if self.reading is None else self.reading.free_bytes
+        return self.amounts.free_bytes
 
     @property
     def missing_bytes(self) -> int | None:
         """Return by how much the request was too large, as if nothing were fragmented."""
-        if self.requested_bytes is None or self.free_bytes is None:
+        amounts = self.amounts
+        if self.requested_bytes is None or amounts.room_bytes is None:
             return None
-        return max(self.requested_bytes - self.free_bytes - (self.unallocated_bytes or 0), 0)
+        available = amounts.room_bytes + (amounts.unallocated_bytes or 0)
+        return max(self.requested_bytes - available, 0)
+
+    @property
+    def gone_bytes(self) -> int:
+        """Return what tensors held at the error and the breakdown, made a little later, lacks.
+
+        Operators and the backward let go of it as the error came up.
+        """
+        if self.kinds is None or self.cause.allocated_bytes is None:
+            return 0
+        gone = self.cause.allocated_bytes - self.kinds.total_bytes
+        return gone if gone > _ROUNDING * self.cause.allocated_bytes else 0
 
     # -- JSON
     def to_json(self) -> str:

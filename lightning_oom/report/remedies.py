@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from lightning_oom.report import remedies_of_host as of_host
+from lightning_oom.report import remedies_of_rows as of_rows
 from lightning_oom.report import remedies_of_step as of_step
+from lightning_oom.report.dearness import CHEAP, FREE, SLOWER, Found, place_in_list
 from lightning_oom.report.diagnosis import diagnose
 from lightning_oom.report.leaking import growth_per_step
 from lightning_oom.report.needs import expect_shortfall
+from lightning_oom.report.outside import CONTEXT_BYTES, backend_of, outside_bytes
 from lightning_oom.report.pressure import held_by_others
 from lightning_oom.report.record import Diagnosis, OOMReport, Remedy
 
@@ -18,11 +24,9 @@ __all__ = ["REMEDIES", "find_remedies", "with_advice"]
 
 _MAX_REMEDIES = 8
 _NOTABLE_WEIGHT = 0.4
-_FREE, _CHEAP, _SLOWER = range(3)
 _NEWER_NAME = (2, 9)
-
-Found: TypeAlias = "tuple[int, Remedy]"
-"""How dear a remedy is (0 costs nothing, 3 most), and the remedy."""
+_MONITORS = {"cuda": "nvidia-smi", "hip": "rocm-smi", "xpu": "xpu-smi ps"}
+_NAMED_VARIABLE = re.compile(r"\b(PYTORCH_\w*ALLOC_CONF)=expandable")
 
 
 def with_advice(report: OOMReport) -> OOMReport:
@@ -43,8 +47,8 @@ def find_remedies(report: OOMReport, diagnoses: Sequence[Diagnosis]) -> tuple[Re
         diagnoses: What :func:`~lightning_oom.report.diagnosis.diagnose` said of it.
 
     Returns:
-        Up to 8. Remedies of the likeliest cause come first; of one cause, those that free enough
-        come first, then the cheaper ones.
+        Up to 8. Remedies of the likeliest cause come first; of one cause, those after which the step
+        computes the same; of these, those that free enough, then the cheaper ones.
     """
     found: list[Remedy] = []
     for diagnosis in diagnoses:
@@ -52,46 +56,68 @@ def find_remedies(report: OOMReport, diagnoses: Sequence[Diagnosis]) -> tuple[Re
             continue
         ranked = []
         for dearness, remedy in REMEDIES[diagnosis.cause](report):
-            suffices = _suffices(report, remedy)
-            ranked.append((suffices is not True, dearness, _with_verdict(remedy, suffices)))
-        found += [remedy for *_, remedy in sorted(ranked, key=lambda entry: entry[:2])]
+            judged = _judge(report, remedy)
+            ranked.append((place_in_list(dearness, judged.suffices), judged))
+        found += [remedy for _, remedy in sorted(ranked, key=lambda entry: entry[0])]
     first = {remedy.setting or remedy.action: remedy for remedy in reversed(found)}
     return tuple(r for r in found if first[r.setting or r.action] is r)[:_MAX_REMEDIES]
 
 
-def _suffices(report: OOMReport, remedy: Remedy) -> bool | None:
+def _judge(report: OOMReport, remedy: Remedy) -> Remedy:
+    """Say whether a remedy frees enough, where it does not say so itself."""
     shortfall = expect_shortfall(report)
-    if remedy.saving_bytes is None or shortfall is None:
-        return None
-    return remedy.saving_bytes >= shortfall
-
-
-def _with_verdict(remedy: Remedy, suffices: bool | None) -> Remedy:
-    return Remedy(
-        action=remedy.action,
-        cost=remedy.cost,
-        setting=remedy.setting,
-        saving_bytes=remedy.saving_bytes,
-        suffices=suffices,
-    )
+    if remedy.suffices is not None or remedy.saving_bytes is None or shortfall is None:
+        return remedy
+    return replace(remedy, suffices=remedy.saving_bytes >= shortfall)
 
 
 def _for_too_big(report: OOMReport) -> Iterator[Found]:
+    if report.phase == "setup":
+        yield from of_step.smaller_model(report)
+        return
     yield from of_step.keep_no_graph(report)
-    yield from of_step.recover(report)
-    yield from of_step.fewer_rows(report)
-    yield from of_step.lower_precision(report)
+    yield from of_rows.recover(report)
+    yield from of_step.drop_gradients_early(report)
     yield from of_step.checkpoint_activations(report)
+    yield from of_step.offload_activations(report)
+    yield from of_step.lower_precision(report)
+    yield from of_rows.fewer_rows(report)
     yield from of_step.smaller_state(report)
+
+
+def _for_driver(report: OOMReport) -> Iterator[Found]:
+    yield (
+        FREE,
+        Remedy(
+            action="Look who else is on the device, and end it or take another device.",
+            setting=_MONITORS.get(backend_of(report)),
+            cost="none for this run",
+        ),
+    )
+    yield from of_rows.recover(report)
+    if backend_of(report) in ("cuda", "hip"):
+        yield (
+            CHEAP,
+            Remedy(
+                action="Leave some memory to the libraries: what PyTorch caches is not there for them.",
+                setting="torch.cuda.set_per_process_memory_fraction(0.95)",
+                cost="that much less for tensors",
+            ),
+        )
+    yield from of_rows.fewer_rows(report)
 
 
 def _for_fragmentation(report: OOMReport) -> Iterator[Found]:
     unallocated = report.unallocated_bytes
     already = "expandable_segments:True" in (report.allocator_settings or "")
-    is_nvidia = (report.device or report.cause.device or "cuda").startswith("cuda")
-    if is_nvidia and not already and not report.is_mig and report.platform != "win32":
+    if (
+        backend_of(report) in ("cuda", "hip")
+        and not already
+        and not report.is_mig
+        and report.platform != "win32"
+    ):
         yield (
-            _FREE,
+            FREE,
             Remedy(
                 action="Let the allocator grow its segments instead of adding new ones. It reads this "
                 "before CUDA starts: set it in the shell, not in the script.",
@@ -102,7 +128,7 @@ def _for_fragmentation(report: OOMReport) -> Iterator[Found]:
         )
     if report.is_mig:
         yield (
-            _FREE,
+            FREE,
             Remedy(
                 action="Keep large blocks whole. (Expandable segments are not safe on a MIG "
                 "instance.) It is read before CUDA starts.",
@@ -112,7 +138,7 @@ def _for_fragmentation(report: OOMReport) -> Iterator[Found]:
         )
     if not report.has_recovery:
         yield (
-            _CHEAP,
+            CHEAP,
             Remedy(
                 action="Add OOMRecovery: its first rung empties the cache and repeats the step.",
                 setting="Trainer(callbacks=[OOMRecovery()])",
@@ -121,7 +147,7 @@ def _for_fragmentation(report: OOMReport) -> Iterator[Found]:
             ),
         )
     yield (
-        _SLOWER,
+        SLOWER,
         Remedy(
             action="Let batches have few different shapes: pad to a multiple, or sort by length.",
             cost="some padding",
@@ -130,29 +156,86 @@ def _for_fragmentation(report: OOMReport) -> Iterator[Found]:
 
 
 def _settings_variable(report: OOMReport) -> str:
+    named = _NAMED_VARIABLE.search(report.cause.message)
+    if named is not None and report.torch_version is None:
+        return named[1]
     version = tuple(int(p) for p in (report.torch_version or "2.4").split(".")[:2] if p.isdigit())
     return "PYTORCH_ALLOC_CONF" if version >= _NEWER_NAME else "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def _for_other_processes(report: OOMReport) -> Iterator[Found]:
     yield (
-        _FREE,
+        FREE,
         Remedy(
             action="End the other processes, or take another device. A notebook or a crashed run "
             "keeps its memory until its process ends.",
-            setting="nvidia-smi",
+            setting=_MONITORS.get(backend_of(report)),
             saving_bytes=held_by_others(report),
             cost="none for this run",
         ),
     )
     yield (
-        _CHEAP,
+        CHEAP,
         Remedy(
             action="If the others are ranks of the same run: give each rank a device of its own "
             "(devices=..., or torch.cuda.set_device(local_rank) before anything is put there).",
             cost="none",
         ),
     )
+
+
+def _for_outside(report: OOMReport) -> Iterator[Found]:
+    held = outside_bytes(report) if report.cause.free_bytes is not None else None
+    if backend_of(report) == "mps":
+        yield (
+            FREE,
+            Remedy(
+                action="Restart the process, and end other things in it that use Metal.",
+                cost="none for the run",
+            ),
+        )
+    else:
+        yield (
+            FREE,
+            Remedy(
+                action="Look who else is on the device, and end it or take another device. A notebook "
+                "or a crashed run keeps its memory until its process ends.",
+                setting=_MONITORS.get(backend_of(report)),
+                saving_bytes=None if held is None else max(held - CONTEXT_BYTES, 0) or None,
+                cost="none for this run",
+            ),
+        )
+    yield from of_rows.recover(report)
+    yield from of_rows.fewer_rows(report)
+
+
+def _for_refusal(report: OOMReport) -> Iterator[Found]:
+    yield (
+        FREE,
+        Remedy(
+            action="Look for a cap: torch.cuda.set_per_process_memory_fraction, limits of the container "
+            "or the job, mappings and locked memory (ulimit -l, vm.max_map_count).",
+            cost="none",
+        ),
+    )
+    yield (
+        FREE,
+        Remedy(
+            action="Look at the other processes of the device while the run starts: one may have held "
+            "the memory for a moment.",
+            setting=_MONITORS.get(backend_of(report)),
+            cost="none",
+        ),
+    )
+    if not report.has_recovery:
+        yield (
+            CHEAP,
+            Remedy(
+                action="Add OOMRecovery: its first rung empties the cache and repeats the step.",
+                setting="Trainer(callbacks=[OOMRecovery()])",
+                cost="one repeated step for each such OOM; the result stays the same",
+            ),
+        )
 
 
 def _for_leak(report: OOMReport) -> Iterator[Found]:
@@ -162,7 +245,7 @@ def _for_leak(report: OOMReport) -> Iterator[Found]:
         grown = points[-1].allocated_bytes - points[0].allocated_bytes
     where = f" ({report.growing[0].path})" if report.growing else ""
     yield (
-        _FREE,
+        FREE,
         Remedy(
             action=f"Keep numbers, not tensors with their graph, from step to step{where}: "
             "loss.detach(), loss.item(), or self.log.",
@@ -173,7 +256,7 @@ def _for_leak(report: OOMReport) -> Iterator[Found]:
     )
     if not report.growing:
         yield (
-            _FREE,
+            FREE,
             Remedy(
                 action="Let the leak finder name what grows.",
                 setting="Trainer(callbacks=[MemoryMonitor(find_leaks=True)])",
@@ -186,7 +269,7 @@ def _for_optimizer_state(report: OOMReport) -> Iterator[Found]:
     yield from of_step.smaller_state(report)
     if not report.has_recovery:
         yield (
-            _CHEAP,
+            CHEAP,
             Remedy(
                 action="Add OOMRecovery: it finishes the update parameter by parameter.",
                 setting="Trainer(callbacks=[OOMRecovery()])",
@@ -198,20 +281,20 @@ def _for_optimizer_state(report: OOMReport) -> Iterator[Found]:
 def _for_request(report: OOMReport) -> Iterator[Found]:
     where = f" in {report.module_path}" if report.module_path else ""
     yield (
-        _FREE,
+        FREE,
         Remedy(
             action=f"Look at the shapes{where}: a tensor of this size is mostly a mistake, such as "
             "broadcasting (N, 1) with (1, N), one_hot over a large vocabulary, or a mask over pairs.",
             cost="none",
         ),
     )
-    yield from of_step.fewer_rows(report)
+    yield from of_rows.fewer_rows(report)
 
 
 def _for_restore(report: OOMReport) -> Iterator[Found]:
     parameters = report.kinds.parameters_bytes if report.kinds is not None else None
     yield (
-        _FREE,
+        FREE,
         Remedy(
             action="Load the checkpoint to the host; load_state_dict copies it to where it belongs.",
             setting='torch.load(path, map_location="cpu")',
@@ -220,7 +303,7 @@ def _for_restore(report: OOMReport) -> Iterator[Found]:
         ),
     )
     yield (
-        _FREE,
+        FREE,
         Remedy(
             action="Delete the loaded dictionary and other models before the training starts.",
             setting="del checkpoint",
@@ -229,56 +312,9 @@ def _for_restore(report: OOMReport) -> Iterator[Found]:
     )
 
 
-def _for_host(_report: OOMReport) -> Iterator[Found]:
-    yield (
-        _CHEAP,
-        Remedy(
-            action="Use fewer DataLoader workers, or let each hold fewer batches ready.",
-            setting="DataLoader(num_workers=2, prefetch_factor=2)",
-            cost="slower loading, where loading is what the GPU waits for",
-        ),
-    )
-    yield (
-        _CHEAP,
-        Remedy(
-            action="Keep the data set in arrays or memory-mapped files, not in Python lists: each "
-            "worker copies a list as it counts references to its items.",
-            cost="some work on the data set",
-        ),
-    )
-    yield (
-        _SLOWER,
-        Remedy(
-            action="Write predictions and outputs out as they come instead of collecting them.",
-            setting="trainer.predict(..., return_predictions=False)",
-            cost="a writer callback",
-        ),
-    )
-
-
-def _for_shared_memory(_report: OOMReport) -> Iterator[Found]:
-    yield (
-        _FREE,
-        Remedy(
-            action="Give the container more shared memory.",
-            setting="docker run --shm-size=8g (or --ipc=host)",
-            cost="none",
-        ),
-    )
-    yield (
-        _FREE,
-        Remedy(
-            action="Let workers hand over files instead of shared-memory segments.",
-            setting='torch.multiprocessing.set_sharing_strategy("file_system")',
-            cost="little",
-        ),
-    )
-    yield from _for_host(_report)
-
-
 def _for_collective(_report: OOMReport) -> Iterator[Found]:
     yield (
-        _FREE,
+        FREE,
         Remedy(
             action="Look at the log of the other ranks: one of them stopped, or ran out of memory.",
             setting="NCCL_DEBUG=INFO",
@@ -287,14 +323,14 @@ def _for_collective(_report: OOMReport) -> Iterator[Found]:
     )
 
 
-def _for_disguised(_report: OOMReport) -> Iterator[Found]:
+def _for_disguised(report: OOMReport) -> Iterator[Found]:
     yield (
-        _FREE,
+        FREE,
         Remedy(
             action="Repeat the step with fewer rows: if it works, it was memory; if not, look at the "
             "error itself.",
-            setting="CUDA_LAUNCH_BLOCKING=1",
-            cost="slower while it is set",
+            setting="CUDA_LAUNCH_BLOCKING=1" if backend_of(report) == "cuda" else None,
+            cost="slower while it is tried",
         ),
     )
 
@@ -303,12 +339,15 @@ REMEDIES: dict[str, Callable[[OOMReport], Iterator[Found]]] = {
     "too_big": _for_too_big,
     "fragmentation": _for_fragmentation,
     "other_processes": _for_other_processes,
+    "outside_torch": _for_outside,
+    "driver_full": _for_driver,
+    "refused_with_room": _for_refusal,
     "leak": _for_leak,
     "optimizer_state": _for_optimizer_state,
     "request_exceeds_device": _for_request,
     "checkpoint_restore": _for_restore,
-    "host_memory": _for_host,
-    "shared_memory": _for_shared_memory,
+    "host_memory": of_host.for_host,
+    "shared_memory": of_host.for_shared_memory,
     "collective": _for_collective,
     "disguised": _for_disguised,
 }

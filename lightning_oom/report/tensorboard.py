@@ -24,6 +24,7 @@ _COLORS = {
     "batch": "#6cc5b0",
     "activations": "#efb118",
     "other": "#9c8468",
+    "gone": "#d9c7b8",
     "cached": "#c9cad1",
     "others": "#6f7079",
     "free": "#ffffff",

@@ -173,6 +173,7 @@ def _attempts(report: OOMReport) -> Iterator[RenderableType]:
             if attempt.requested_bytes
             else ""
         )
-        yield Text(f"{attempt.what}: failed in {attempt.phase}{asked} ({attempt.seconds:.2f} s)")
+        took = "" if attempt.seconds is None else f" ({attempt.seconds:.2f} s)"
+        yield Text(f"{attempt.what}: failed in {attempt.phase}{asked}{took}")
     for line in report.declined:
         yield Text(line)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_oom.report.record import OOMReport
 
 __all__ = [
+    "GONE_LABEL",
     "KIND_LABELS",
     "amounts_of",
     "batch_rows",
@@ -32,6 +33,9 @@ KIND_LABELS = {
     "other": "other",
 }
 """Each kind of memory, in the order in which it is shown."""
+
+GONE_LABEL = "freed as the error came up"
+"""What the operator or the backward that failed held, and let go of before it could be counted."""
 
 _STAGES = {
     "fit": "training",
@@ -67,6 +71,8 @@ def headline(report: OOMReport) -> str:
 def one_line(report: OOMReport) -> str:
     """Return the line for the console: what, where, why."""
     place = ", ".join(place_of(report)[:1])
+    if report.module_path:
+        place = f"{place}, in {report.module_path}" if place else f"in {report.module_path}"
     why = f" {report.diagnoses[0].title}" if report.diagnoses else ""
     return f"{headline(report)}{f' ({place})' if place else ''}.{why}"
 
@@ -112,11 +118,11 @@ def kind_rows(report: OOMReport) -> list[tuple[str, str, str]]:
     """Return kind, bytes and share of what was allocated."""
     if report.kinds is None:
         return []
-    total = max(report.kinds.total_bytes, 1)
-    amounts = report.kinds.as_dict()
+    total = max(report.kinds.total_bytes + report.gone_bytes, 1)
+    amounts = {**report.kinds.as_dict(), "gone": report.gone_bytes}
     return [
         (label, format_bytes(amounts[kind]), f"{amounts[kind] / total:.0%}")
-        for kind, label in KIND_LABELS.items()
+        for kind, label in {**KIND_LABELS, "gone": GONE_LABEL}.items()
         if amounts[kind]
     ]
 

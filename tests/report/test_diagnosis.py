@@ -7,11 +7,16 @@ from report_cases import cuda_report, steps
 
 from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.memory.nvml import ProcessMemory
+from lightning_oom.memory.reading import MemoryReading
 from lightning_oom.recovery.classify import classify_oom
 from lightning_oom.report.diagnosis import CAUSES, diagnose
-from lightning_oom.report.record import GrowingThing, OOMReport, OptimizerMemory
-from lightning_oom.report.remedies import REMEDIES, find_remedies, with_advice
-from lightning_oom.units import GIB, MIB
+from lightning_oom.report.record import (
+    GrowingThing,
+    OOMReport,
+    OptimizerMemory,
+)
+from lightning_oom.report.remedies import REMEDIES, find_remedies
+from lightning_oom.units import GIB
 
 OTHERS = (
     ProcessMemory(pid=1, name="python", used_bytes=14 * GIB),
@@ -64,6 +69,31 @@ CASES = {
     "one request larger than the card": (
         cuda_report(requested=128 * GIB),
         "request_exceeds_device",
+    ),
+    "memory outside of PyTorch": (
+        from_error(
+            RuntimeError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 24.00 GiB total capacity; 8.00 "
+                "GiB already allocated; 1.00 GiB free; 8.50 GiB reserved in total by PyTorch)"
+            )
+        ),
+        "outside_torch",
+    ),
+    "a refusal with room": (
+        from_error(
+            OutOfMemoryError(
+                "HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 64.00 "
+                "GiB of which 50.00 GiB is free. Of the allocated memory 8.00 GiB is allocated by "
+                "PyTorch, and 4.00 GiB is reserved by PyTorch but unallocated."
+            )
+        ),
+        "refused_with_room",
+    ),
+    "a library": (
+        from_error(
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+        ),
+        "driver_full",
     ),
     "restore from a checkpoint": (cuda_report(phase="restore"), "checkpoint_restore"),
     "host memory": (from_error(MemoryError()), "host_memory"),
@@ -138,79 +168,40 @@ def test_other_processes_are_read_from_the_message_as_well() -> None:
     assert "process 101553: 8.19 GiB" in first.evidence
 
 
-def expandable(report: OOMReport) -> list[str]:
-    """What the remedies say of expandable segments as a setting."""
-    settings = [remedy.setting or "" for remedy in with_advice(report).remedies]
-    return [setting for setting in settings if "expandable_segments" in setting]
+def test_a_backward_that_has_let_go_is_not_fragmented() -> None:
+    """The counters are read after the frames are gone, the error's text was written before."""
+    after = MemoryReading(
+        device="cuda:0",
+        allocated_bytes=6 * GIB,
+        reserved_bytes=22 * GIB,
+        limit_bytes=24 * GIB,
+        free_bytes=GIB,
+    )
+    report = cuda_report(reading=after, allocated=22 * GIB, unallocated=0)
+
+    assert report.unallocated_bytes == 0
+    assert "fragmentation" not in [found.cause for found in diagnose(report)]
 
 
-def fragmented(**facts) -> OOMReport:
-    """A fragmented device."""
-    return cuda_report(allocated=12 * GIB, unallocated=11 * GIB, requested=2 * GIB, **facts)
+def test_the_cpu_has_no_fragmentation() -> None:
+    """It has no caching allocator, whatever a text says."""
+    report = cuda_report(device="cpu", allocated=12 * GIB, unallocated=11 * GIB, requested=2 * GIB)
+
+    assert (report.reserved_bytes, report.unallocated_bytes) == (None, None)
+    assert "fragmentation" not in [found.cause for found in diagnose(report)]
 
 
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({}, ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]),
-        ({"torch_version": "2.13.0+cu130"}, ["PYTORCH_ALLOC_CONF=expandable_segments:True"]),
-        ({"is_mig": True}, []),
-        ({"platform": "win32"}, []),
-        ({"device": "xpu:0"}, []),
-        ({"allocator_settings": "expandable_segments:True"}, []),
-    ],
-    ids=["CUDA", "newer name", "MIG", "Windows", "no CUDA", "already on"],
-)
-def test_expandable_segments_are_advised_only_where_they_are_safe(facts, expected) -> None:
-    """Not on MIG, not where the backend lacks them, not where they are on."""
-    assert expandable(fragmented(**facts)) == expected
+def test_a_cap_on_the_process_bounds_what_was_free() -> None:
+    """What the device could give is not what the process may have."""
+    cause = classify_oom(
+        OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB "
+            "of which 20.00 GiB is free. 4.00 GiB allowed; Of the allocated memory 3.00 GiB is "
+            "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+        )
+    )
+    assert cause is not None
+    report = OOMReport(cause=cause)
 
-
-def test_the_advice_says_that_the_setting_is_read_before_cuda_starts() -> None:
-    """Set in the script after the first allocation it does nothing."""
-    first = with_advice(fragmented()).remedies[0]
-
-    assert "before CUDA starts" in first.action
-    assert first.saving_bytes == 11 * GIB
-
-
-def test_rows_are_predicted_from_the_numbers_in_the_report() -> None:
-    """What grows with the rows has to fit beside what does not."""
-    report = cuda_report(requested=4 * GIB)
-    (remedy,) = [r for r in with_advice(report).remedies if "batch_size" in (r.setting or "")]
-    standing = 4 * GIB
-    moving = 22 * GIB - standing + 4 * GIB
-    available = 22 * GIB + 128 * MIB + 256 * MIB - standing
-    rows = int(0.9 * 64 * available / moving)
-
-    assert f"batch_size={rows})" in (remedy.setting or "")
-    assert f"accumulate_grad_batches={-(-64 // rows)}" in (remedy.setting or "")
-    assert remedy.suffices
-
-
-def test_one_row_cannot_be_split() -> None:
-    """No batch of zero rows is advised."""
-    remedies = with_advice(cuda_report(rows=1)).remedies
-
-    assert not [remedy for remedy in remedies if "batch_size" in (remedy.setting or "")]
-
-
-def test_remedies_that_free_enough_come_first() -> None:
-    """Within a cause: enough before too little, then the cheaper one."""
-    verdicts = [r.suffices is True for r in with_advice(cuda_report(requested=6 * GIB)).remedies]
-
-    assert verdicts == sorted(verdicts, reverse=True)
-
-
-def test_a_graph_in_validation_is_pointed_out() -> None:
-    """What autograd records there is of no use."""
-    report = cuda_report(stage="validate", phase="forward", uses_graph=True)
-
-    assert with_advice(report).remedies[0].setting == "Trainer(inference_mode=True)"
-
-
-def test_recovery_is_not_advised_to_those_who_have_it() -> None:
-    """Remedies that are in place are left out."""
-    with_it = with_advice(cuda_report(has_recovery=True)).remedies
-
-    assert not [remedy for remedy in with_it if "OOMRecovery" in remedy.action]
+    assert report.missing_bytes == GIB
+    assert diagnose(report)[0].cause == "too_big"
