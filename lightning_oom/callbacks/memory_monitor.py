@@ -97,7 +97,7 @@ class MemoryMonitor(Callback):
         progress_bar: Show the peak and the limit in the progress bar.
         across_ranks: Also log ``<key>_min``, ``<key>_mean`` and ``<key>_max`` over the readings of
             all ranks, at the end of each training epoch and of validate, test and predict.
-        sample_seconds: Between two looks at the host and at other processes, above 0.
+        sample_seconds: Between two looks at the host, at other processes and at the limit, above 0.
         keep: Number of most recent readings held in :attr:`readings`, at least 1. Host memory
             stays constant however long the run.
 
@@ -270,18 +270,18 @@ class MemoryMonitor(Callback):
         reader = self._reader
         if reader is None:
             return
-        stepped = trainer.global_step != self._last_step
-        self._last_step = trainer.global_step
+        step = trainer.global_step
+        stepped, self._last_step = step != self._last_step, step
         if self._is_due and self.breakdown:
             phase = "optimizer" if stepped else "backward"
             reader.break_down(phase, pl_module, trainer.optimizers, batch)
             reader.end_breakdown()
         self._batch = None
         if self._is_due and (stepped or not pl_module.automatic_optimization):
-            self._read(trainer, trainer.global_step, "train", then="forward")
+            self._read(trainer, step, "train", then="forward")
         else:
             reader.enter("forward")
-        self.leaks.after_batch(trainer, pl_module, step=trainer.global_step, stage="train")
+        self.leaks.after_batch(trainer, pl_module, step=step, stage="train")
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,14 +31,14 @@ class TorchModuleReader(DeviceReader):
     """
 
     def __init__(self) -> None:
-        self._peak_calls: dict[torch.device, tuple[Any, Any, Any]] = {}  # several times a step
+        self._in_use: dict[torch.device, _DeviceInUse] = {}  # asked several times a step
 
     def read(self, device: torch.device) -> MemoryReading:
         """Return what the caching allocator and the driver say of ``device``."""
-        module = getattr(torch, device.type, None)
-        if not _is_in_use(module):
+        used = self._find(device)
+        if used is None:
             # The allocator of this process holds nothing; to ask the driver would make a context.
-            held = 0 if _ask(module, "is_available") else None
+            held = 0 if _ask(getattr(torch, device.type, None), "is_available") else None
             return MemoryReading(
                 device=f"{device.type}:{device.index or 0}",
                 allocated_bytes=held,
@@ -46,62 +46,161 @@ class TorchModuleReader(DeviceReader):
                 reserved_bytes=held,
                 peak_reserved_bytes=held,
             )
-        device = _with_index(device, module)
-        stats = _read_stats(device, module)
-        free_bytes, total_bytes = _read_driver(device, module)
-        reserved_bytes = stats(_RESERVED, "memory_reserved")
-        return MemoryReading(
-            device=str(device),
-            allocated_bytes=stats(_ALLOCATED, "memory_allocated"),
-            peak_allocated_bytes=stats(_PEAK_ALLOCATED, "max_memory_allocated"),
-            reserved_bytes=reserved_bytes,
-            peak_reserved_bytes=stats(_PEAK_RESERVED, "max_memory_reserved"),
-            limit_bytes=_find_limit(
-                total_bytes,
-                free_bytes=free_bytes,
-                reserved_bytes=reserved_bytes,
-                cap_fraction=_ask(module, "get_per_process_memory_fraction", device),
-            ),
-            free_bytes=free_bytes,
-            alloc_retries=stats(_RETRIES, None),
-        )
+        return used.read()
+
+    def read_again(self, device: torch.device, before: MemoryReading) -> MemoryReading:
+        """Ask the allocator alone; what the driver could still give is what it was, less what was taken."""
+        used = self._find(device)
+        return self.read(device) if used is None else used.read_again(before)
 
     def read_peaks(self, device: torch.device) -> Peaks:
         """Return the peak counters of the allocator; the driver is not asked."""
-        module = getattr(torch, device.type, None)
-        return _read_peaks(device, module) if _is_in_use(module) else Peaks()
+        used = self._find(device)
+        return Peaks() if used is None else used.read_peaks()
 
     def reset_peak(self, device: torch.device) -> None:
         """Reset the peak counters of the allocator."""
-        module = getattr(torch, device.type, None)
-        if _is_in_use(module):
-            _reset_peak(device, module)
+        used = self._find(device)
+        if used is not None:
+            used.reset_peak()
 
     def take_peaks(self, device: torch.device) -> Peaks:
         """Return the peak counters of the allocator, and reset them."""
-        module = getattr(torch, device.type, None)
-        known = self._peak_calls.get(device)
-        if known is None or known[0] is not module:
-            if not _is_in_use(module):
-                return Peaks()
-            known = module, *_peak_calls(device, module)
-            if device.index is not None:
-                self._peak_calls[device] = known
-        _, read, reset = known
-        peaks: Peaks = read()
-        reset()
-        return peaks
+        used = self._find(device)
+        return Peaks() if used is None else used.take_peaks()
 
     def release_cached(self, device: torch.device) -> int | None:
         """Empty the cache of the allocator; return how much less is reserved."""
-        module = getattr(torch, device.type, None)
-        if not _is_in_use(module):
-            return 0 if _ask(module, "is_available") else None
-        device = _with_index(device, module)
-        before = _read_stats(device, module)(_RESERVED, "memory_reserved")
-        _ask(_first_with("empty_cache", device, module), "empty_cache")
-        after = _read_stats(device, module)(_RESERVED, "memory_reserved")
+        used = self._find(device)
+        if used is None:
+            return 0 if _ask(getattr(torch, device.type, None), "is_available") else None
+        before = used.count().reserved_bytes
+        _ask(_first_with("empty_cache", used.device, used.module), "empty_cache")
+        after = used.count().reserved_bytes
         return None if before is None or after is None else max(before - after, 0)
+
+    def _find(self, device: torch.device) -> _DeviceInUse | None:
+        """Return the device, if this process has made a context on it."""
+        module = getattr(torch, device.type, None)
+        used = self._in_use.get(device)
+        if used is None or used.module is not module:
+            if not _is_in_use(module):
+                return None
+            used = _DeviceInUse(_with_index(device, module), module)
+            if device.index is not None:
+                self._in_use[device] = used
+        return used
+
+
+class _Counts(NamedTuple):
+    """What an allocator counts; ``None`` for what it does not."""
+
+    allocated_bytes: int | None
+    peak_allocated_bytes: int | None
+    reserved_bytes: int | None
+    peak_reserved_bytes: int | None
+    alloc_retries: int | None
+
+
+class _DeviceInUse:
+    """A device with a context, and the module that answers for it.
+
+    Args:
+        device: With its index.
+        module: ``torch.<type>``, ``None`` where there is none.
+    """
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self.device = device
+        self.module = module
+        self._name = str(device)
+
+    def read(self) -> MemoryReading:
+        """Ask the allocator, and the driver."""
+        counts = self.count()
+        free_bytes, total_bytes = _read_driver(self.device, self.module)
+        return MemoryReading(
+            device=self._name,
+            allocated_bytes=counts.allocated_bytes,
+            peak_allocated_bytes=counts.peak_allocated_bytes,
+            reserved_bytes=counts.reserved_bytes,
+            peak_reserved_bytes=counts.peak_reserved_bytes,
+            limit_bytes=_find_limit(
+                total_bytes,
+                free_bytes=free_bytes,
+                reserved_bytes=counts.reserved_bytes,
+                cap_fraction=_ask(self.module, "get_per_process_memory_fraction", self.device),
+            ),
+            free_bytes=free_bytes,
+            alloc_retries=counts.alloc_retries,
+        )
+
+    def read_again(self, before: MemoryReading) -> MemoryReading:
+        """Ask the allocator, and believe what the driver said before."""
+        counts = self.count()
+        free_bytes = before.free_bytes
+        if free_bytes is not None and before.reserved_bytes and counts.reserved_bytes is not None:
+            free_bytes = max(free_bytes + before.reserved_bytes - counts.reserved_bytes, 0)
+        return MemoryReading(
+            device=self._name,
+            allocated_bytes=counts.allocated_bytes,
+            peak_allocated_bytes=counts.peak_allocated_bytes,
+            reserved_bytes=counts.reserved_bytes,
+            peak_reserved_bytes=counts.peak_reserved_bytes,
+            limit_bytes=before.limit_bytes,
+            free_bytes=free_bytes,
+            alloc_retries=counts.alloc_retries,
+        )
+
+    def count(self) -> _Counts:
+        """Read all counters at once, in whichever form the backend has them."""
+        try:
+            stats = self.module.memory_stats_as_nested_dict(self.device)
+            allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+            return _Counts(
+                allocated["current"],
+                allocated["peak"],
+                reserved["current"],
+                reserved["peak"],
+                stats["num_alloc_retries"],
+            )
+        except Exception:  # another form, or none: the slow way knows more
+            return self._count_slowly()
+
+    def _count_slowly(self) -> _Counts:
+        look_up = _read_stats(self.device, self.module)
+        return _Counts(
+            look_up(_ALLOCATED, "memory_allocated"),
+            look_up(_PEAK_ALLOCATED, "max_memory_allocated"),
+            look_up(_RESERVED, "memory_reserved"),
+            look_up(_PEAK_RESERVED, "max_memory_reserved"),
+            look_up(_RETRIES, None),
+        )
+
+    def read_peaks(self) -> Peaks:
+        """Read the peaks alone, which is cheaper than all counters where they are not nested."""
+        return _read_peaks(self.device, self.module)
+
+    def take_peaks(self) -> Peaks:
+        """Read the peaks and start them again."""
+        try:
+            stats = self.module.memory_stats_as_nested_dict(self.device)
+            peaks = Peaks(
+                stats["allocated_bytes"]["all"]["peak"], stats["reserved_bytes"]["all"]["peak"]
+            )
+            self.module.reset_peak_memory_stats(self.device)
+        except Exception:  # another form, or none
+            peaks = _read_peaks(self.device, self.module)
+            self.reset_peak()
+        return peaks
+
+    def reset_peak(self) -> None:
+        """Start the peaks again."""
+        try:
+            self.module.reset_peak_memory_stats(self.device)
+        except Exception:  # not there, or broken: torch.accelerator may have it
+            name = "reset_peak_memory_stats"
+            _ask(_first_with(name, self.device, self.module), name, self.device)
 
 
 class MPSReader(DeviceReader):
@@ -197,7 +296,6 @@ def _find_counter(stats: Mapping[str, Any], counter: tuple[str, ...]) -> Any:
 
 
 def _read_peaks(device: torch.device, module: Any) -> Peaks:
-    device = _with_index(device, module)
     stats = _ask(module, "memory_stats_as_nested_dict", device)
     if stats:  # on CUDA, the functions below are made of it and cost ten times as much
         return Peaks(
@@ -207,39 +305,6 @@ def _read_peaks(device: torch.device, module: Any) -> Peaks:
     names = ("max_memory_allocated", "max_memory_reserved")
     peaks = [_ask(_first_with(name, device, module), name, device) for name in names]
     return Peaks(allocated_bytes=peaks[0], reserved_bytes=peaks[1])
-
-
-def _peak_calls(
-    device: torch.device, module: Any
-) -> tuple[Callable[[], Peaks], Callable[[], None]]:
-    """Return the calls that read and reset the peaks of a device in use, looked up once."""
-    indexed = _with_index(device, module)
-    stats = getattr(module, "memory_stats_as_nested_dict", None)
-    reset = getattr(module, "reset_peak_memory_stats", None)
-
-    def read_now() -> Peaks:
-        try:
-            found = stats(indexed)  # type: ignore[misc]  # not None: an error like any other
-            allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
-            return Peaks(allocated_bytes=allocated["peak"], reserved_bytes=reserved["peak"])
-        except Exception:  # another form, or none: the slow way knows more
-            return _read_peaks(indexed, module)
-
-    def reset_now() -> None:
-        try:
-            reset(indexed)  # type: ignore[misc]  # as above
-        except Exception:
-            _reset_peak(indexed, module)
-
-    return (
-        (lambda: _read_peaks(indexed, module)) if stats is None else read_now,
-        (lambda: _reset_peak(indexed, module)) if reset is None else reset_now,
-    )
-
-
-def _reset_peak(device: torch.device, module: Any) -> None:
-    name = "reset_peak_memory_stats"
-    _ask(_first_with(name, device, module), name, _with_index(device, module))
 
 
 def _read_driver(device: torch.device, module: Any) -> tuple[int | None, int | None]:

@@ -80,12 +80,11 @@ def reset_peak(device: torch.device | str) -> None:
         reader_of(device).reset_peak(device)
 
 
-def take_peaks(device: torch.device | str, counted: Peaks | None = None) -> Peaks:
+def take_peaks(device: torch.device | str) -> Peaks:
     """Read the peaks of ``device``, hand them to whoever keeps peaks, and start again.
 
     Args:
         device: A device or its name.
-        counted: The peaks, where they have been read just now; ``None`` reads them.
 
     Returns:
         The peaks that ended.
@@ -94,13 +93,9 @@ def take_peaks(device: torch.device | str, counted: Peaks | None = None) -> Peak
         ValueError: torch does not know a device of that name.
     """
     device = as_device(device)
-    reader = reader_of(device)
-    if counted is None:
-        counted = reader.take_peaks(device)
-    else:
-        reader.reset_peak(device)
-    fold_peaks(_kept(device), counted)
-    return counted
+    peaks = reader_of(device).take_peaks(device)
+    fold_peaks(_kept(device), peaks)
+    return peaks
 
 
 def read_peaks(device: torch.device | str) -> Peaks:
@@ -147,10 +142,8 @@ def reader_of(device: torch.device, *, below: DeviceReader | None = None) -> Dev
         device: The device to read.
         below: Ask only readers that were registered before this one, so that it can build on them.
     """
-    reader = find_reader(device, below=below)
-    if reader is not None:
-        return reader
-    return _OWN_READERS.get(device.type, _TORCH_MODULE)
+    found = find_reader(device, below=below)
+    return _OWN_READERS.get(device.type, _TORCH_MODULE) if found is None else found
 
 
 def as_device(device: torch.device | str) -> torch.device:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["PeakKeeper", "Peaks", "fold_peaks", "has_keepers", "keep_peaks"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
+class Peaks(NamedTuple):
     """The most that was held at once.
 
     Attributes:
@@ -35,11 +33,12 @@ class Peaks:
 
     def joined(self, other: Peaks) -> Peaks:
         """Return the higher of each."""
-        if self is other or (self.allocated_bytes is None and self.reserved_bytes is None):
-            return other
+        (one, one_reserved), (two, two_reserved) = self, other
         return Peaks(
-            allocated_bytes=_higher(self.allocated_bytes, other.allocated_bytes),
-            reserved_bytes=_higher(self.reserved_bytes, other.reserved_bytes),
+            two if one is None or (two is not None and two > one) else one,
+            two_reserved
+            if one_reserved is None or (two_reserved is not None and two_reserved > one_reserved)
+            else one_reserved,
         )
 
 
@@ -76,9 +75,3 @@ def fold_peaks(device: torch.device, peaks: Peaks) -> None:
         keeper = reference()
         if keeper is not None:
             keeper.fold(peaks)
-
-
-def _higher(one: int | None, other: int | None) -> int | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return max(one, other)

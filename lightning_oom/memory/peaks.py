@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_oom.memory.devices import one_device, read_peaks, take_peaks
-from lightning_oom.memory.peak_ledger import Peaks, keep_peaks
+from lightning_oom.memory.devices import one_device, read_peaks, reader_of
+from lightning_oom.memory.peak_ledger import Peaks, fold_peaks, keep_peaks
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,12 @@ class PeakWatch:
         Args:
             counted: What the counters say, where they have been read just now.
         """
-        take_peaks(self.device, counted)  # folds into this watch too
+        reader = reader_of(self.device)
+        if counted is None:
+            counted = reader.take_peaks(self.device)
+        else:
+            reader.reset_peak(self.device)
+        fold_peaks(self.device, counted)  # into this watch too
         peaks, self._folded = self._folded, _NOTHING
         return peaks
 

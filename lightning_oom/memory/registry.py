@@ -31,6 +31,14 @@ class DeviceReader:
         """Return what the memory of ``device`` holds now."""
         raise NotImplementedError
 
+    def read_again(self, device: torch.device, before: MemoryReading) -> MemoryReading:
+        """Return a reading that takes from ``before`` what only other processes change.
+
+        Override it where that saves a question to the driver. ``before`` is by this reader, of the
+        same device, and a few seconds old at most.
+        """
+        return self.read(device)
+
     def read_peaks(self, device: torch.device) -> Peaks:
         """Return the peaks of ``device`` alone; override it where that is cheaper than a reading."""
         reading = self.read(device)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StepMemory"]
 
+_PHASE_KEYS = {phase: f"memory/by_phase/{phase}_gib" for phase in PHASES}
+_PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
@@ -64,33 +67,35 @@ class StepMemory:
             {'memory/allocated_gib': 0.5, 'memory/limit_gib': 2.0, 'memory/used_fraction': 0.25}
         """
         memory, host = self.memory, self.processes
-        sizes = {
-            "allocated": memory.allocated_bytes,
-            "peak_allocated": memory.peak_allocated_bytes,
-            "reserved": memory.reserved_bytes,
-            "peak_reserved": memory.peak_reserved_bytes,
-            "limit": memory.limit_bytes,
-            "headroom": memory.headroom_bytes,
-            "host_rss": None if host is None else host.host_rss_bytes,
-            "other_processes": None if host is None else host.other_processes_bytes,
-            "this_process_outside_torch": None if host is None else host.outside_torch_bytes,
-            **{f"by_phase/{phase}": size for phase, size in self.peaks_by_phase.items()},
-        }
-        kinds = self.by_kind
+        sizes = [
+            ("memory/allocated_gib", memory.allocated_bytes),
+            ("memory/peak_allocated_gib", memory.peak_allocated_bytes),
+            ("memory/reserved_gib", memory.reserved_bytes),
+            ("memory/peak_reserved_gib", memory.peak_reserved_bytes),
+            ("memory/limit_gib", memory.limit_bytes),
+            ("memory/headroom_gib", memory.headroom_bytes),
+        ]
+        if host is not None:
+            sizes += [
+                ("memory/host_rss_gib", host.host_rss_bytes),
+                ("memory/other_processes_gib", host.other_processes_bytes),
+                ("memory/this_process_outside_torch_gib", host.outside_torch_bytes),
+            ]
+        sizes += [(_PHASE_KEYS[phase], size) for phase, size in self.peaks_by_phase.items()]
+        kinds = self.by_kind if self.kinds_by_phase else None
         if kinds is not None:
-            sizes |= {f"by_kind/{kind}": size for kind, size in kinds.as_dict().items()}
-            sizes["by_kind_total"] = kinds.total_bytes
-        plain = {
-            "used_fraction": memory.used_fraction,
-            "fragmentation_fraction": memory.fragmentation_fraction,
-            "alloc_retries": memory.alloc_retries,
-            "peak_phase": None if self.peak_phase is None else PHASES.index(self.peak_phase),
-        }
-        return {
-            **{
-                f"memory/{name}_gib": size / GIB for name, size in sizes.items() if size is not None
-            },
-            **{
-                f"memory/{name}": float(value) for name, value in plain.items() if value is not None
-            },
-        }
+            sizes += [(f"memory/by_kind/{kind}_gib", n) for kind, n in kinds.as_dict().items()]
+            sizes.append(("memory/by_kind_total_gib", kinds.total_bytes))
+        scalars = {key: size / GIB for key, size in sizes if size is not None}
+        for key, value in (
+            ("memory/used_fraction", memory.used_fraction),
+            ("memory/fragmentation_fraction", memory.fragmentation_fraction),
+            ("memory/alloc_retries", memory.alloc_retries),
+            (
+                "memory/peak_phase",
+                None if self.peak_phase is None else _PHASE_NUMBERS[self.peak_phase],
+            ),
+        ):
+            if value is not None:
+                scalars[key] = float(value)
+        return scalars

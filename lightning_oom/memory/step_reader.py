@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from lightning_oom.memory.devices import one_device, read_memory
+from lightning_oom.memory.devices import one_device, read_memory, reader_of
 from lightning_oom.memory.kinds import MemoryByKind, read_kinds
 from lightning_oom.memory.peak_ledger import Peaks
 from lightning_oom.memory.phases import PhasePeaks
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lightning_oom.memory.registry import DeviceReader
 
 __all__ = ["StepReader"]
 
@@ -33,7 +34,7 @@ class StepReader:
 
     Args:
         device: Where the run is.
-        sample_seconds: Between two looks at host and other processes, above 0.
+        sample_seconds: Between two looks at host, other processes and the driver, above 0.
 
     Attributes:
         device: The device, with its index.
@@ -46,6 +47,9 @@ class StepReader:
             self._probe, interval_seconds=sample_seconds
         )
         self._own = psutil.Process()
+        self._sample_seconds = sample_seconds
+        self._asks_again = 0.0
+        self._whole: tuple[DeviceReader, MemoryReading] | None = None
         self._phases: PhasePeaks | None = None
         self._saved = SavedTensorTracker()
         self._kinds: dict[str, MemoryByKind] = {}
@@ -105,44 +109,46 @@ class StepReader:
         Returns:
             The reading. Peaks are those since the previous call.
         """
-        memory, by_phase = self._read_device(), {}
+        memory, sizes = self._read_device(), {}
         if self._phases is not None:
-            counted = Peaks(
-                allocated_bytes=memory.peak_allocated_bytes,
-                reserved_bytes=memory.peak_reserved_bytes,
-            )
-            by_phase = self._phases.take(then or self._phases.phase, counted)
-            peaks = functools.reduce(Peaks.joined, by_phase.values(), counted)
+            allocated, reserved = memory.peak_allocated_bytes, memory.peak_reserved_bytes
+            counted = Peaks(allocated_bytes=allocated, reserved_bytes=reserved)
+            peaks = counted
+            for phase, found in self._phases.take(then or self._phases.phase, counted).items():
+                peaks = peaks.joined(found)
+                if found.allocated_bytes is not None:
+                    sizes[phase] = found.allocated_bytes
             if peaks != counted:
                 memory = replace(
                     memory,
                     peak_allocated_bytes=peaks.allocated_bytes,
                     peak_reserved_bytes=peaks.reserved_bytes,
                 )
-        sizes = {
-            phase: found.allocated_bytes
-            for phase, found in by_phase.items()
-            if found.allocated_bytes is not None
-        }
         kinds, self._kinds = self._kinds, {}
         return StepMemory(
             step=step,
             stage=stage,
             memory=memory,
             peaks_by_phase=sizes,
-            peak_phase=max(sizes, key=lambda phase: sizes[phase], default=None),
+            peak_phase=max(sizes, key=sizes.__getitem__, default=None),
             kinds_by_phase=kinds,
             processes=self._sampler.latest,
         )
 
     def _read_device(self) -> MemoryReading:
-        """Read the device; of the host only what changes fast, the rest is the sampler's."""
+        """Read the device; what only other processes change is asked for now and then."""
         sample = self._sampler.latest
-        if self.device.type != "cpu" or sample is None or find_reader(self.device) is not None:
-            return read_memory(self.device)
-        return MemoryReading(
-            device="cpu",
-            allocated_bytes=int(self._own.memory_info().rss),
-            limit_bytes=sample.host_limit_bytes,
-            free_bytes=sample.host_free_bytes,
-        )
+        reader = reader_of(self.device)
+        if self.device.type == "cpu" and sample is not None and find_reader(self.device) is None:
+            return MemoryReading(
+                device="cpu",
+                allocated_bytes=int(self._own.memory_info().rss),
+                limit_bytes=sample.host_limit_bytes,
+                free_bytes=sample.host_free_bytes,
+            )
+        now = time.monotonic()
+        if self._whole is None or self._whole[0] is not reader or now >= self._asks_again:
+            self._asks_again = now + self._sample_seconds
+            self._whole = reader, reader.read(self.device)
+            return self._whole[1]
+        return reader.read_again(self.device, self._whole[1])

@@ -18,6 +18,7 @@ from lightning_oom.memory import (
     release_cached,
     reset_peak,
 )
+from lightning_oom.memory.devices import reader_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,6 +170,19 @@ def test_a_backend_is_read_through_its_module(module: FakeModule) -> None:
         free_bytes=200,
         alloc_retries=4,
     )
+
+
+def test_a_second_reading_does_not_ask_the_driver(module: FakeModule) -> None:
+    """What the driver could give is what it was, less what the process has taken since."""
+    device = torch.device("hpu:0")
+    before = read_memory(device)
+    module.mem_get_info = None  # type: ignore[assignment]  # a call would be seen: free is None
+    module.reserved += 50
+
+    again = reader_of(device).read_again(device, before)
+
+    assert (before.free_bytes, again.free_bytes) == (200, 150)
+    assert (again.reserved_bytes, again.limit_bytes) == (550, before.limit_bytes)
 
 
 def test_a_cap_on_the_process_is_its_limit(module: FakeModule) -> None:
