@@ -200,7 +200,8 @@ def test_stats_have_the_names_of_cuda(gpu: torch.device) -> None:
     pattern = re.compile(
         r"(allocated_bytes|active_bytes|requested_bytes|reserved_bytes|allocation|active|segment|"
         r"inactive_split|inactive_split_bytes)\.(all|large_pool|small_pool)\."
-        r"(current|peak|allocated|freed)|num_alloc_retries|num_ooms|num_device_alloc"
+        r"(current|peak|allocated|freed)|num_alloc_retries|num_ooms|num_device_alloc|"
+        r"num_sync_all_streams|oversize_(allocations|segments)\.(current|peak|allocated|freed)"
     )
 
     assert all(pattern.fullmatch(name) for name in stats)

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["collect_stats", "format_summary"]
 
 _POOL_NAMES = ("small_pool", "large_pool")
+_OVERSIZE = {  # blocks past max_split_size, which the model does not have
+    f"oversize_{family}.{metric}": 0
+    for family in ("allocations", "segments")
+    for metric in ("current", "peak", "allocated", "freed")
+}
 
 
 def collect_stats(allocator: CachingAllocator) -> dict[str, int]:
@@ -39,6 +44,8 @@ def collect_stats(allocator: CachingAllocator) -> dict[str, int]:
         "num_alloc_retries": allocator.alloc_retries,
         "num_ooms": allocator.num_ooms,
         "num_device_alloc": allocator.num_segments_provided,
+        "num_sync_all_streams": 0,  # there is one stream
+        **_OVERSIZE,
     }
     groups: list[tuple[str, Iterable[Pool]]] = [("all", allocator.pools)]
     groups += [(name, (pool,)) for name, pool in zip(_POOL_NAMES, allocator.pools, strict=True)]
@@ -65,11 +72,15 @@ def _sum_pools(pools: Iterable[Pool]) -> dict[str, int]:
             "allocated_bytes.freed": pool.total_allocated_bytes - pool.live_bytes,
             "active_bytes.current": pool.live_bytes,
             "active_bytes.peak": pool.peak_live_bytes,
+            "active_bytes.allocated": pool.total_allocated_bytes,
+            "active_bytes.freed": pool.total_allocated_bytes - pool.live_bytes,
             "requested_bytes.current": pool.requested_bytes,
             "allocation.current": pool.num_live,
             "allocation.allocated": pool.num_allocations,
             "allocation.freed": pool.num_allocations - pool.num_live,
             "active.current": pool.num_live,
+            "active.allocated": pool.num_allocations,
+            "active.freed": pool.num_allocations - pool.num_live,
             "reserved_bytes.current": pool.reserved_bytes,
             "reserved_bytes.peak": pool.peak_reserved_bytes,
             "segment.current": len(pool.heads),
