@@ -112,7 +112,11 @@ def _build(convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> nn.Sequential:
         device="meta",
         dtype=weight.dtype,
     )
-    separable = nn.Sequential(depthwise, pointwise).to_empty(device=weight.device)
+    for part in (depthwise, pointwise):
+        for attribute, parameter in list(part.named_parameters()):
+            place = torch.empty_like(parameter, device=weight.device)
+            setattr(part, attribute, nn.Parameter(place))
+    separable = nn.Sequential(depthwise, pointwise)
     separable.train(convolution.training)
     for parameter in separable.parameters():
         parameter.requires_grad_(weight.requires_grad)
