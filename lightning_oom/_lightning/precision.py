@@ -66,9 +66,10 @@ class MixedPrecision(LightningMixedPrecision):
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         watch = self._watch if self.scaler is None else None
-        if watch is not None and not watch.is_update_finite(_gradients(optimizer)):
-            optimizer.zero_grad(set_to_none=True)  # the update then changes nothing
+        finite = watch is None or watch.is_update_finite(_gradients(optimizer))
         super()._after_closure(model, optimizer)
+        if not finite:  # after the clipping, which may refuse to clip nothing
+            optimizer.zero_grad(set_to_none=True)  # the update then changes nothing
 
     @override
     def optimizer_step(  # type: ignore[override]  # as its base
