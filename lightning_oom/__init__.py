@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_oom import errors, testing
+    from lightning_oom.callbacks.activation_checkpointing import ActivationCheckpointing
     from lightning_oom.callbacks.amp_switcher import AMPSwitcher
     from lightning_oom.callbacks.cache_cleaner import CacheCleaner
     from lightning_oom.callbacks.cpu_offload import CPUOffload
     from lightning_oom.callbacks.early_zero_grad import EarlyZeroGrad
+    from lightning_oom.callbacks.gradient_accumulation import GradientAccumulation
+    from lightning_oom.callbacks.memory_advisor import MemoryAdvisor
     from lightning_oom.callbacks.memory_monitor import MemoryMonitor
     from lightning_oom.callbacks.memory_profiler import MemoryProfiler
     from lightning_oom.callbacks.oom_recovery import OOMRecovery
@@ -32,9 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AMPSwitcher",
+    "ActivationCheckpointing",
     "CPUOffload",
     "CacheCleaner",
     "EarlyZeroGrad",
+    "GradientAccumulation",
+    "MemoryAdvisor",
     "MemoryMonitor",
     "MemoryProfiler",
     "MemoryReading",
@@ -55,10 +61,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ActivationCheckpointing": "lightning_oom.callbacks.activation_checkpointing",
     "AMPSwitcher": "lightning_oom.callbacks.amp_switcher",
     "CPUOffload": "lightning_oom.callbacks.cpu_offload",
     "CacheCleaner": "lightning_oom.callbacks.cache_cleaner",
     "EarlyZeroGrad": "lightning_oom.callbacks.early_zero_grad",
+    "GradientAccumulation": "lightning_oom.callbacks.gradient_accumulation",
+    "MemoryAdvisor": "lightning_oom.callbacks.memory_advisor",
     "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
     "MemoryProfiler": "lightning_oom.callbacks.memory_profiler",
     "MemoryReading": "lightning_oom.memory",
