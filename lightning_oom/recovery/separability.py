@@ -244,7 +244,8 @@ class _Trial:
             reason = f"gradients of parts add up to those of the whole (within {largest:.1e})"
         else:
             weighted = self._weight_fn is not None
-            reason = sums.explain(shares, tolerance, weighted=weighted) or (
+            weights = None if self._coupled else sums.explain(shares, tolerance, weighted=weighted)
+            reason = weights or (
                 f"{_what_couples(self._coupled)}: gradients of parts differ from those of the whole "
                 f"by {largest:.1e} at {name}"
             )

@@ -20,6 +20,9 @@ _ATTEMPT = re.compile(r"(.+?) \((\w+)\)(?:, |$)")
 _ENTRY = re.compile(r"^  ([\w ]+): (.+?)\s*$")
 _ROWS = re.compile(r"^(\d+) rows?\b")
 _GAVE_UP = "ran out of memory and could not be saved"
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = re.compile(r"During handling of the above|the direct cause of the following")
+_ANY_RECOVERY_LINE = re.compile(r"OOMRecovery: [^\n]*out of memory with ")
 _RECOVERY_LINE = re.compile(
     r"OOMRecovery: (?:epoch (?P<epoch>\d+), batch (?P<batch>\d+)|\w+), out of memory with [^\n]*"
     r"not recovered"
@@ -63,17 +66,31 @@ def read_notes(text: str, position: int) -> tuple[dict[str, Any], str | None]:
     """
     facts: dict[str, Any] = {}
     stem = None
-    line = _last(_RECOVERY_LINE, text[:position])
-    if line is not None:
+    before = text[_end_of_earlier_error(text, position) : position]
+    if _ANY_RECOVERY_LINE.search(before):
         facts["has_recovery"] = True
-        if line["epoch"] is not None:
-            facts |= {"epoch": int(line["epoch"]), "batch_index": int(line["batch"])}
-    told = _last(_REPORTER_LINE, text[:position])
+    line = _last(_RECOVERY_LINE, before)
+    if line is not None and line["epoch"] is not None:
+        facts |= {"epoch": int(line["epoch"]), "batch_index": int(line["batch"])}
+    told = _last(_REPORTER_LINE, before)
     if told is not None:
         facts |= _read_place(told["place"])
         stem = told["stem"]
     noted, named = _read_lines(_note_lines(text, position))
     return facts | noted, named or stem
+
+
+def _end_of_earlier_error(text: str, position: int) -> int:
+    """Return where what belongs to this error begins: after the last one that is no cause of it."""
+    start = text.rfind(_TRACEBACK, 0, position)
+    while start > 0:
+        earlier = text.rfind(_TRACEBACK, 0, start)
+        if earlier < 0:
+            return 0
+        if not _CHAINED.search(text, earlier, start):
+            return earlier
+        start = earlier
+    return 0
 
 
 def _last(form: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -103,7 +120,7 @@ def _note_lines(text: str, position: int) -> Iterator[str]:
     """Give the lines of the notes that stand below the error, up to the next traceback."""
     is_note = False
     for number, line in enumerate(text[position : position + 100_000].split("\n")):
-        if number > _MAX_LINES or "Traceback (most recent call last)" in line:
+        if number > _MAX_LINES or _TRACEBACK in line:
             return
         is_note = line.startswith(NOTE) or (is_note and line.startswith("  "))
         if is_note:

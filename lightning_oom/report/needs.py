@@ -21,6 +21,7 @@ __all__ = [
 _MARGIN = 0.9
 _TYPICAL_IN_SEGMENT = {2 * MIB: MIB // 2, 20 * MIB: 5 * MIB}
 """Segment that the allocator asks for, and the middle of the sizes that it does so for."""
+_EVALUATION = ("validate", "test", "predict", "sanity_check")
 _PHASES_OF_ROWS = (None, "forward", "backward", "transfer", "metrics")
 
 
@@ -82,21 +83,22 @@ def rows_that_fit(report: OOMReport, *, accumulating: bool = False) -> int | Non
         accumulating: Gradients of earlier batches are there as well.
 
     Returns:
-        At least 1 and fewer than the batch has; ``None`` where the report does not know enough, where
-        not even one row would fit, and where the numbers say that all rows should have fitted.
+        Fewer than the batch has, 0 where not even one row would fit; ``None`` where the report does
+        not know enough, and where the numbers say that all rows should have fitted.
     """
     limit, rows, per_row = _own_limit(report), report.rows, bytes_per_row(report)
     if limit is None or per_row is None or rows is None or rows <= 1:
         return None
-    fitting = math.floor(_MARGIN * (limit - _standing_later(report, accumulating)) / per_row)
-    return fitting if 1 <= fitting < rows else None
+    fitting = max(limit - _standing_later(report, accumulating), 0) / per_row
+    with_margin = max(math.floor(_MARGIN * fitting), min(math.floor(fitting), 1))
+    return with_margin if with_margin < rows else None
 
 
 def _standing_later(report: OOMReport, accumulating: bool) -> int:
     """Return what does not depend on the batch, once the first update has made its state."""
     kinds = report.kinds
-    if kinds is None:
-        return 0
+    if kinds is None or report.stage in _EVALUATION:
+        return standing_bytes(report)
     expected = sum(optimizer.expected_bytes or 0 for optimizer in report.optimizers)
     more = max(expected - kinds.optimizer_bytes, 0)
     if accumulating:

@@ -84,11 +84,11 @@ def _let_it_split(report: OOMReport) -> Iterator[Found]:
 def fewer_rows(report: OOMReport) -> Iterator[Found]:
     """Take smaller batches, and more of them for each optimizer step."""
     failed = fewest_failed_rows(report)
-    if report.rows == 1 or failed == 1:
-        return
     is_fit = report.stage not in _EVALUATION
-    differs = what_differs(report) if is_fit else None
     rows = rows_that_fit(report, accumulating=is_fit)
+    if report.rows == 1 or failed == 1 or rows == 0:
+        return
+    differs = what_differs(report) if is_fit else None
     if rows is not None and failed is not None:
         rows = min(rows, failed - 1)
     dearness = CHEAP if differs is None else OTHER_RESULT
@@ -138,7 +138,7 @@ def _saving(report: OOMReport, rows: int | None) -> dict[str, int | bool | None]
     What is freed of this moment is bounded by what the batch and all that came of it held then.
     """
     per_row, kinds = bytes_per_row(report), report.kinds
-    if rows is None or per_row is None or kinds is None or not report.rows:
+    if not rows or per_row is None or kinds is None or not report.rows:
         return {}
     freed = int(per_row * (report.rows - rows))
     held = kinds.activations_bytes + kinds.batch_bytes + kinds.other_bytes + report.gone_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import pytest
 
 from lightning_oom.cli.main import main
+from lightning_oom.report.from_log import read_log
 from lightning_oom.report.record import OOMReport
 
 LOG = (
@@ -58,6 +60,38 @@ def test_json_goes_in_and_out(tmp_path, capsys) -> None:
     again = OOMReport.from_json(capsys.readouterr().out)
     assert again == OOMReport.from_json(report.read_text())
     assert again.diagnoses[0].cause == "request_exceeds_device"
+
+
+def test_a_log_is_explained_from_the_record_that_it_names(tmp_path, capsys) -> None:
+    """The JSON of the reporter knows the module and the breakdown."""
+    record = OOMReport.from_json(
+        json.dumps(
+            {
+                "record": "OOMReport",
+                "format_version": 1,
+                "cause": vars_of(LOG),
+                "module_path": "model.blocks.3",
+                "batch_index": 41,
+            }
+        )
+    )
+    (tmp_path / "oom-1.json").write_text(record.to_json())
+    log = tmp_path / "train.log"
+    log.write_text(
+        LOG + "lightning_oom: The step needs more.\n  report: /elsewhere/oom_reports/oom-1.*\n"
+    )
+
+    assert main(["explain", str(log)]) == 0
+    printed = capsys.readouterr().out
+    assert "in model.blocks.3" in printed
+    assert "batch 41" in printed
+
+
+def vars_of(log: str) -> dict[str, object]:
+    """The cause that a log names, as plain data."""
+    report = read_log(log)
+    assert report is not None
+    return dataclasses.asdict(report.cause)
 
 
 def test_a_snapshot_is_explained(tmp_path, capsys) -> None:

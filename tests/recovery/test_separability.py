@@ -95,6 +95,16 @@ def test_a_refusal_names_the_batch_normalisation_layer() -> None:
     assert "batch normalisation" not in check(model, vectors()).reason
 
 
+def test_batch_normalisation_is_not_taken_for_a_matter_of_weights() -> None:
+    """With one parameter, some weights always make the parts add up: they mean nothing here."""
+    model = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 1, bias=False))
+    verdict = check(model, vectors(), loss=lambda m, b: m(b[0]).square().mean(), coupled=["0"])
+
+    assert not verdict.separable
+    assert "batch normalisation" in verdict.reason
+    assert "weight_fn" not in verdict.reason
+
+
 def test_batch_normalisation_in_eval_mode_is_separable():
     """Frozen statistics treat rows one by one."""
     assert check(mlp(nn.BatchNorm1d(16)).eval(), vectors()).separable

@@ -109,7 +109,9 @@ def test_stages_without_gradients_get_remedies_of_theirs(stage, phase) -> None:
 
 def test_rows_that_should_all_have_fitted_are_not_advised_by_one_less() -> None:
     """Where the numbers contradict the error, no number of rows is made up."""
-    report = cuda_report(stage="validate", uses_graph=False, rows=1024, allocated=2 * GIB)
+    report = cuda_report(
+        stage="validate", uses_graph=False, rows=1024, allocated=5 * GIB, free=3 * GIB // 2
+    )
     words = " ".join(f"{r.action} {r.setting}" for r in with_advice(report).remedies)
 
     assert "1023" not in words
@@ -141,6 +143,17 @@ def test_rows_leave_room_for_what_later_steps_add() -> None:
     )
 
     assert (rows_that_fit(early) or 0) < (rows_that_fit(cuda_report(requested=4 * GIB)) or 0)
+
+
+def test_no_smaller_batch_is_advised_where_the_rest_alone_is_too_much() -> None:
+    """State that the first update makes leaves no room for a single row."""
+    report = cuda_report(
+        requested=4 * GIB,
+        optimizers=(OptimizerMemory(type_name="AdamW", state_bytes=0, expected_bytes=30 * GIB),),
+    )
+
+    assert rows_that_fit(report) == 0
+    assert not [r for r in with_advice(report).remedies if "DataLoader" in (r.setting or "")]
 
 
 def test_bytes_of_a_row_follow_from_the_record() -> None:
