@@ -86,7 +86,7 @@ class StreamCopies(Copies):
         """Begin a copy to pinned memory."""
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
-        data = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        data = _pinned_like(source)
         with torch.cuda.stream(side):
             data.copy_(source, non_blocking=True)
         self._leaving.append((side.record_event(), source))
@@ -134,6 +134,11 @@ class StreamCopies(Copies):
         with torch.cuda.stream(self._side):
             data.copy_(copy.data, non_blocking=True)
         return _Arrival(data, self._side.record_event(), computing)
+
+
+def _pinned_like(source: torch.Tensor) -> torch.Tensor:
+    """Return host memory that a device can read and write without the host's help."""
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
 
 
 class _Arrival:
