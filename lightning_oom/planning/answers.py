@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import site
 import sys
 import sysconfig
@@ -15,7 +16,8 @@ import torch
 
 import lightning_oom
 from lightning_oom._torch import schema_of
-from lightning_oom._torch.fake import is_fake, known_value, without_any_mode
+from lightning_oom._torch.fake import is_fake, without_any_mode
+from lightning_oom.planning.known_values import follow, value_of
 from lightning_oom.planning.trace import Substitution
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ _INFINITIES = (math.inf, -math.inf)
 class Answers:
     """Answers questions about values; counts them by the line of user code that asked.
 
-    A number is 1; a size that depends on values is the largest possible; two tensors are equal.
+    Whole numbers that come from the batch alone are known
+    (:mod:`~lightning_oom.planning.known_values`). Any other number is 1; a size that depends on values is the largest possible; two tensors are equal.
     Truth is followed in three values: nothing is not-a-number or infinite, everything is finite,
     what equals itself does, ``all`` holds and ``any`` does not unless something else is known, and
     ``not``, ``and``, ``or`` of these follow. So guards against NaN and assertions about labels take
@@ -50,6 +53,7 @@ class Answers:
 
     def __init__(self, *, when_unknown: bool = False) -> None:
         self.num_unknown = 0
+        self._num_numbers = 0
         self._when_unknown = when_unknown
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self._truths: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
@@ -64,6 +68,10 @@ class Answers:
         """
         handler = _HANDLERS.get(func)
         return NotImplemented if handler is None else handler(self, func, args, kwargs)
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Follow what is known of values through an operator that has run."""
+        follow(func, args, kwargs, out)
 
     def substitutions(self) -> tuple[Substitution, ...]:
         """Return what was answered so far."""
@@ -87,6 +95,11 @@ class Answers:
         """Remember what is known of a tensor, as long as it lives."""
         storage = tensor.untyped_storage()
         self._truths[id(storage)] = (weakref.ref(storage), truth)
+
+    def next_number(self) -> float:
+        """Answer a number, slightly less each time: a search that waits for progress goes on."""
+        self._num_numbers += 1
+        return 1.0 / (1.0 + 1e-3 * (self._num_numbers - 1))
 
     def unknown(self) -> bool:
         """Answer a condition of which nothing is known."""
@@ -133,17 +146,18 @@ _LIBRARIES = (
 
 def _item(answers: Answers, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
-    known = known_value(tensor)
+    known = value_of(tensor)
     if known is not None:
         with without_any_mode():
             return known.item()
     if tensor.dtype is torch.bool:
         truth = answers.truth(tensor)
         answer: Any = answers.unknown() if truth is None else truth
-    elif tensor.is_complex():
-        answer = 1.0 + 0.0j
+    elif tensor.is_floating_point() or tensor.is_complex():
+        answers.note("item", "a number near 1")
+        return answers.next_number()
     else:
-        answer = 1.0 if tensor.is_floating_point() else 1
+        answer = 1
     answers.note("item", str(answer))
     return answer
 
@@ -151,6 +165,10 @@ def _item(answers: Answers, func: Any, args: Any, kwargs: Any) -> Any:
 def _same(answers: Answers, func: Any, args: Any, kwargs: Any) -> Any:
     if not _any_fake(args[:2]):
         return NotImplemented
+    values = [value_of(tensor) for tensor in args[:2]]
+    if values[0] is not None and values[1] is not None:
+        with without_any_mode():
+            return torch.equal(values[0], values[1])
     answers.note("equal", "True")
     return True
 
@@ -195,6 +213,11 @@ def _repeat_interleave(answers: Answers, func: Any, args: Any, kwargs: Any) -> A
     size = kwargs.get("output_size")
     if not is_fake(repeats) or size is not None:
         return NotImplemented
+    known = value_of(repeats)
+    if known is not None:
+        with without_any_mode():
+            size = int(known.sum())
+        return repeats.new_empty((size,), dtype=torch.int64)
     answers.note("repeat_interleave", "each once")
     return repeats.new_empty((repeats.numel(),), dtype=torch.int64)
 
@@ -247,7 +270,8 @@ def _with_truth(find: Callable[[Answers, Any, tuple[Any, ...]], bool | None]) ->
         if truth is None:
             return NotImplemented
         out = func(*args, **kwargs)
-        answers.set_truth(out, truth)
+        if value_of(out) is None:
+            answers.set_truth(out, truth)
         return out
 
     return handle
@@ -256,6 +280,8 @@ def _with_truth(find: Callable[[Answers, Any, tuple[Any, ...]], bool | None]) ->
 def _equals(answers: Answers, func: Any, args: tuple[Any, ...]) -> bool | None:
     if args[1] is args[0]:
         return True
+    if args[0].numel() == 1 and isinstance(args[1], (int, float)):
+        return float(args[1]) == 1.0
     if isinstance(args[1], float) and (args[1] in _INFINITIES or math.isnan(args[1])):
         return False
     return None
@@ -264,6 +290,17 @@ def _equals(answers: Answers, func: Any, args: tuple[Any, ...]) -> bool | None:
 def _differs(answers: Answers, func: Any, args: tuple[Any, ...]) -> bool | None:
     same = _equals(answers, func, args)
     return None if same is None else not same
+
+
+def _compares(holds: Callable[[float, float], bool]) -> Any:
+    """Compare an unknown number, which is 1, with a plain one from 0; its sign stays unknown."""
+
+    def find(answers: Answers, func: Any, args: tuple[Any, ...]) -> bool | None:
+        if args[0].numel() != 1 or not isinstance(args[1], (int, float)) or args[1] < 0:
+            return None
+        return holds(1.0, args[1])
+
+    return find
 
 
 def _all(answers: Answers, func: Any, args: tuple[Any, ...]) -> bool:
@@ -325,6 +362,10 @@ def _handlers() -> Iterator[tuple[Any, Handler]]:
         (_aten.isfinite, _is),
         (_aten.eq, _equals),
         (_aten.ne, _differs),
+        (_aten.lt, _compares(operator.lt)),
+        (_aten.le, _compares(operator.le)),
+        (_aten.gt, _compares(operator.gt)),
+        (_aten.ge, _compares(operator.ge)),
         (_aten.all, _all),
         (_aten.any, _any),
         (_aten.logical_not, _not),

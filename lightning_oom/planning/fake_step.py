@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_oom._torch.fake import fake_mode, to_fake
+from lightning_oom._torch.fake import fake_mode, to_fake, without_any_mode
 from lightning_oom.planning.answers import Answers
 from lightning_oom.planning.clone_run import isolated_randomness, run_clone
+from lightning_oom.planning.known_values import set_value, value_of
 from lightning_oom.planning.precision import parse_precision
 from lightning_oom.planning.refusals import not_traced
 from lightning_oom.planning.rows import count_rows, resize_rows
 from lightning_oom.planning.skeleton import Skeleton
 from lightning_oom.planning.step_settings import StepSettings
 from lightning_oom.planning.tracing import StepTracer
+from lightning_oom.undo import Undo, shadow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -170,10 +173,15 @@ class FakeStep:
         faking = _Faking(mode, self._module, self._device, settings.precision.weights_dtype)
         clone = Skeleton(faking.member, faking.device_of).module(self._module)
         batch = Skeleton(faking.batch).value(self._batch)
-        with mode:
-            if rows is not None and rows != self._rows:
-                batch = resize_rows(batch, rows, self._rows)
-            run_clone(clone, batch, tracer, settings)
+        if rows is not None and rows != self._rows:
+            with mode:
+                batch = resize_rows(batch, rows, self._rows, faking.resize)
+        undo = _let_libraries_run_eagerly()
+        try:
+            with mode:
+                run_clone(clone, batch, tracer, settings)
+        finally:
+            undo()
 
 
 def trace_step(
@@ -239,10 +247,22 @@ class _Faking:
     def batch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the counterpart of a tensor that moves with the module."""
         fake = self._fake(tensor, self._device or self.device_of(tensor.device))
+        real = value_of(tensor)
+        if real is not None and real.device.type == "cpu":
+            set_value(fake, real.detach().clone())
         if self._dtype is None or not fake.is_floating_point() or fake.dtype is self._dtype:
             return fake
         with self._mode, torch.no_grad():
             return _like(tensor, fake.to(self._dtype))
+
+    def resize(self, fake: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Take rows of a fake tensor of the batch, and of its values where they are known."""
+        resized = fake.index_select(0, positions.to(fake.device))
+        real = value_of(fake)
+        if real is not None:
+            with without_any_mode():
+                set_value(resized, real[torch.arange(len(positions)) % len(real)])
+        return resized
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         if tensor.device == device and _can_be_faked(tensor.device):
@@ -285,6 +305,14 @@ def _kept_gradients(module: torch.nn.Module) -> Iterator[None]:
         for parameter, grad in before:
             if parameter.grad is not grad:
                 parameter.grad = grad
+
+
+def _let_libraries_run_eagerly() -> Undo:
+    """Let transformers take its ordinary way: fake tensors make it believe that it is compiled."""
+    library = sys.modules.get("transformers.utils.import_utils")
+    if library is None or not hasattr(library, "is_fake_tensor"):
+        return Undo(lambda: None)
+    return shadow(library, "is_fake_tensor", lambda _: False)
 
 
 def _can_be_faked(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from lightning_oom.errors import StepNotTracedError
 from lightning_oom.planning.skeleton import Skeleton
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lightning_oom.planning.trace import MemoryTrace
 
@@ -66,8 +66,20 @@ def take_rows(batch: Any, rows: int) -> Any:
     return resize_rows(batch, rows, count_rows(batch))
 
 
-def resize_rows(batch: Any, rows: int, rows_before: int | None) -> Any:
-    """Do as :func:`take_rows`, of a batch whose rows were counted; under a fake mode, on fakes."""
+def resize_rows(
+    batch: Any,
+    rows: int,
+    rows_before: int | None,
+    take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> Any:
+    """Do as :func:`take_rows`, of a batch whose rows were counted.
+
+    Args:
+        batch: An example.
+        rows: Rows wanted.
+        rows_before: Rows that it has; ``None`` leaves it as it is.
+        take: Takes the rows at some positions out of a tensor.
+    """
     if rows_before is None:
         return batch
 
@@ -75,7 +87,7 @@ def resize_rows(batch: Any, rows: int, rows_before: int | None) -> Any:
         if not tensor.dim() or tensor.shape[0] != rows_before:
             return tensor
         positions = torch.arange(rows, device=tensor.device) % max(rows_before, 1)
-        return tensor.index_select(0, positions)
+        return tensor.index_select(0, positions) if take is None else take(tensor, positions)
 
     return Skeleton(resize).value(_resize_lists(batch, rows, rows_before))
 

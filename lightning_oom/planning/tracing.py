@@ -127,6 +127,7 @@ class StepTracer(AllocationWatcher):
     def trace(self, *, rows: int | None, is_measured: bool = False) -> MemoryTrace:
         """Return what was written down so far."""
         answers = self._answers
+        ends = [mark.event for mark in self._marks if mark.name == "end"]
         return MemoryTrace(
             events=tuple(
                 MemoryEvent(
@@ -139,7 +140,9 @@ class StepTracer(AllocationWatcher):
                     storage.operator,
                     call,
                 )
-                for storage, num_bytes, phase, step, call in self._events
+                for storage, num_bytes, phase, step, call in self._events[
+                    : ends[-1] if ends else None
+                ]
             ),
             marks=(*self._marks,),
             operators=tuple(self._calls or ()),
@@ -182,6 +185,8 @@ class StepTracer(AllocationWatcher):
             out = super().__torch_dispatch__(func, types, args, kwargs)
         else:
             self._count(out)
+        if self._answers is not None:
+            self._answers.saw(func, args, kwargs, out)
         if calls is not None:
             calls[position] = self._call(func, args, kwargs, out)
         return out
