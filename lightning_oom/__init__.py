@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_oom.callbacks.cpu_offload import CPUOffload
     from lightning_oom.callbacks.early_zero_grad import EarlyZeroGrad
     from lightning_oom.callbacks.gradient_accumulation import GradientAccumulation
+    from lightning_oom.callbacks.inplace_activations import InplaceActivations
     from lightning_oom.callbacks.memory_advisor import MemoryAdvisor
     from lightning_oom.callbacks.memory_monitor import MemoryMonitor
     from lightning_oom.callbacks.memory_profiler import MemoryProfiler
@@ -40,6 +41,7 @@ __all__ = [
     "CacheCleaner",
     "EarlyZeroGrad",
     "GradientAccumulation",
+    "InplaceActivations",
     "MemoryAdvisor",
     "MemoryMonitor",
     "MemoryProfiler",
@@ -67,6 +69,7 @@ _HOMES = {
     "CacheCleaner": "lightning_oom.callbacks.cache_cleaner",
     "EarlyZeroGrad": "lightning_oom.callbacks.early_zero_grad",
     "GradientAccumulation": "lightning_oom.callbacks.gradient_accumulation",
+    "InplaceActivations": "lightning_oom.callbacks.inplace_activations",
     "MemoryAdvisor": "lightning_oom.callbacks.memory_advisor",
     "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
     "MemoryProfiler": "lightning_oom.callbacks.memory_profiler",
