@@ -9,7 +9,7 @@ from lightning_oom.report.timeline_figure import write_memory_timeline
 from lightning_oom.undo import Undo, UndoStack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from lightning.pytorch import Trainer
 
@@ -26,7 +26,9 @@ def lay_out_charts(trainer: Trainer) -> Undo:
     return Undo(undos)
 
 
-def draw_run(trainer: Trainer, readings: Sequence[StepMemory]) -> None:
-    """Write the picture of a run to each TensorBoard logger."""
+def draw_run(
+    trainer: Trainer, readings: Sequence[StepMemory], *, oom_steps: Iterable[int] = ()
+) -> None:
+    """Write the picture of a run to each TensorBoard logger, with the steps that ran out of memory."""
     for logger in trainer.loggers:
-        write_memory_timeline(logger, readings)
+        write_memory_timeline(logger, readings, oom_steps=oom_steps)

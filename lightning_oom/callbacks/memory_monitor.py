@@ -16,7 +16,7 @@ from lightning_oom.callbacks._outlets import (
     warn_near_limit,
 )
 from lightning_oom.callbacks._tensorboard import draw_run, lay_out_charts
-from lightning_oom.memory.ranks import RankAggregates
+from lightning_oom.memory.ranks import MEMORY_SCALARS, RankAggregates
 from lightning_oom.memory.step_reader import StepReader
 from lightning_oom.undo import UndoStack
 
@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from lightning_oom.memory.step_memory import StepMemory
 
 __all__ = ["MemoryMonitor"]
-
-_OVER_RANKS = (
-    "memory/allocated_gib",
-    "memory/peak_allocated_gib",
-    "memory/reserved_gib",
-    "memory/peak_reserved_gib",
-    "memory/headroom_gib",
-    "memory/used_fraction",
-)
 
 
 class MemoryMonitor(Callback):
@@ -168,7 +159,7 @@ class MemoryMonitor(Callback):
         self.readings: deque[StepMemory] = deque(maxlen=keep)
         self._sample_seconds = sample_seconds
         self._find_leaks = find_leaks
-        self._ranks = RankAggregates(_OVER_RANKS) if across_ranks else None
+        self._ranks = RankAggregates(MEMORY_SCALARS) if across_ranks else None
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -182,6 +173,7 @@ class MemoryMonitor(Callback):
         self._is_due = False
         self._last_step = -1
         self._num_batches = 0
+        self._oom_steps: deque[int] = deque(maxlen=self.readings.maxlen)
         self._is_owed = True  # a reading, before the run ends
 
     @override
@@ -283,6 +275,11 @@ class MemoryMonitor(Callback):
             reader.enter("forward")
         self.leaks.after_batch(trainer, pl_module, step=step, stage="train")
 
+    def on_oom(self, trainer: Trainer, *_: Any) -> None:
+        """Note the step for the picture of the run; called by :class:`OOMRecovery`."""
+        is_fit = trainer.state.fn == "fit"
+        self._oom_steps.append(trainer.global_step if is_fit else self._num_batches)
+
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reduce over ranks, where asked for."""
@@ -293,7 +290,7 @@ class MemoryMonitor(Callback):
         """Read what no reading has covered."""
         if self._is_owed and self._reader is not None:
             self._read(trainer, trainer.global_step, "train")
-        draw_run(trainer, self.readings)
+        draw_run(trainer, self.readings, oom_steps=self._oom_steps)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -367,7 +364,7 @@ class MemoryMonitor(Callback):
         if self._is_owed and self._reader is not None:
             self._read(trainer, self._num_batches, stage)
         self._end_epoch(trainer, stage, self._num_batches)
-        draw_run(trainer, self.readings)
+        draw_run(trainer, self.readings, oom_steps=self._oom_steps)
 
     def _end_epoch(self, trainer: Trainer, stage: str, step: int) -> None:
         self._log_over_ranks(trainer, step)

@@ -10,7 +10,17 @@ from torchmetrics import Metric
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["RankAggregates"]
+__all__ = ["MEMORY_SCALARS", "RankAggregates"]
+
+MEMORY_SCALARS = (
+    "memory/allocated_gib",
+    "memory/peak_allocated_gib",
+    "memory/reserved_gib",
+    "memory/peak_reserved_gib",
+    "memory/headroom_gib",
+    "memory/used_fraction",
+)
+"""What is compared between ranks, where a backend has it."""
 
 
 class RankAggregates:
