@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_oom.callbacks.memory_advisor import MemoryAdvisor
     from lightning_oom.callbacks.memory_monitor import MemoryMonitor
     from lightning_oom.callbacks.memory_profiler import MemoryProfiler
+    from lightning_oom.callbacks.no_grad_enforcer import NoGradEnforcer
     from lightning_oom.callbacks.oom_recovery import OOMRecovery
     from lightning_oom.callbacks.oom_reporter import OOMReporter
     from lightning_oom.memory import MemoryReading, read_memory
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         replace_with_separable,
         tie_weights,
     )
+    from lightning_oom.reduction.grad_mode import allow_grad
     from lightning_oom.report.record import OOMReport
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "MemoryMonitor",
     "MemoryProfiler",
     "MemoryReading",
+    "NoGradEnforcer",
     "OOMCause",
     "OOMRecovery",
     "OOMReport",
@@ -53,6 +56,7 @@ __all__ = [
     "RecoverySummary",
     "StepMemory",
     "StepOutcome",
+    "allow_grad",
     "chunked_cross_entropy",
     "classify_oom",
     "errors",
@@ -74,6 +78,7 @@ _HOMES = {
     "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
     "MemoryProfiler": "lightning_oom.callbacks.memory_profiler",
     "MemoryReading": "lightning_oom.memory",
+    "NoGradEnforcer": "lightning_oom.callbacks.no_grad_enforcer",
     "OOMCause": "lightning_oom.recovery.classify",
     "OOMRecovery": "lightning_oom.callbacks.oom_recovery",
     "OOMReport": "lightning_oom.report.record",
@@ -82,6 +87,7 @@ _HOMES = {
     "StepMemory": "lightning_oom.memory.step_memory",
     "StepOutcome": "lightning_oom.recovery.events",
     "chunked_cross_entropy": "lightning_oom.reduction.drop_ins",
+    "allow_grad": "lightning_oom.reduction.grad_mode",
     "classify_oom": "lightning_oom.recovery.classify",
     "read_memory": "lightning_oom.memory",
     "replace_with_separable": "lightning_oom.reduction.drop_ins",
