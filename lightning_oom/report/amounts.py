@@ -60,13 +60,15 @@ def read_amounts(cause: OOMCause, reading: MemoryReading | None, device: str | N
         >>> read_amounts(cause, after, "cuda:0").unallocated_bytes
         0
     """
+    allocated: int | None
+    reserved: int | None
     limit = cause.limit_bytes
     if limit is None and reading is not None:
         limit = reading.limit_bytes
     if cause.allocated_bytes is not None:
         allocated, unallocated = cause.allocated_bytes, cause.reserved_unallocated_bytes
         free = cause.free_bytes
-        reserved = None if unallocated is None else allocated + unallocated
+        reserved = None if unallocated is None else cause.allocated_bytes + unallocated
     elif reading is not None:
         allocated, reserved = reading.allocated_bytes, reading.reserved_bytes
         free = reading.free_bytes if cause.free_bytes is None else cause.free_bytes

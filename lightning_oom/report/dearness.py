@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 from lightning_oom.report.record import Remedy
 
@@ -14,6 +14,7 @@ __all__ = [
     "SLOWER",
     "WORK",
     "Found",
+    "Saving",
     "place_in_list",
 ]
 
@@ -22,6 +23,13 @@ FREE, CHEAP, SLOWER, OTHER_ROUNDING, WORK, OTHER_RESULT = range(6)
 
 Found: TypeAlias = tuple[int, Remedy]
 """How dear a remedy is, and the remedy."""
+
+
+class Saving(TypedDict, total=False):
+    """What a remedy frees, as fields of it; empty for unknown."""
+
+    saving_bytes: int | None
+    suffices: bool | None
 
 
 def place_in_list(dearness: int, suffices: bool | None) -> tuple[bool, bool, bool, bool, int]:

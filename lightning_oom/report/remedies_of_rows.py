@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lightning_oom.report.dearness import CHEAP, FREE, OTHER_RESULT, Found
+from lightning_oom.report.dearness import CHEAP, FREE, OTHER_RESULT, Found, Saving
 from lightning_oom.report.needs import bytes_per_row, expect_shortfall, rows_that_fit
 from lightning_oom.report.record import Remedy
 from lightning_oom.report.splitting import (
@@ -132,7 +132,7 @@ def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count} rows"
 
 
-def _saving(report: OOMReport, rows: int | None) -> dict[str, int | bool | None]:
+def _saving(report: OOMReport, rows: int | None) -> Saving:
     """Predict what fewer rows free, and whether that is enough.
 
     What is freed of this moment is bounded by what the batch and all that came of it held then.

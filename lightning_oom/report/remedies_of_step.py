@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lightning_oom.report.dearness import FREE, OTHER_RESULT, OTHER_ROUNDING, SLOWER, WORK, Found
+from lightning_oom.report.dearness import (
+    FREE,
+    OTHER_RESULT,
+    OTHER_ROUNDING,
+    SLOWER,
+    WORK,
+    Found,
+    Saving,
+)
 from lightning_oom.report.needs import expect_activations, expect_shortfall, standing_bytes
 from lightning_oom.report.record import Remedy
 
@@ -36,7 +44,7 @@ def _keeps_activations(report: OOMReport) -> bool:
     return report.stage not in _EVALUATION and report.phase in _PHASES_WITH_ACTIVATIONS
 
 
-def _saving(report: OOMReport, fraction: float, *, less: int = 0) -> dict[str, int | bool | None]:
+def _saving(report: OOMReport, fraction: float, *, less: int = 0) -> Saving:
     """Predict what a fraction of the activations is, and whether it is enough for the whole step.
 
     What is freed of this moment is never more than the activations that were there.
@@ -120,7 +128,7 @@ def checkpoint_activations(report: OOMReport) -> Iterator[Found]:
         if m.saved_bytes and not m.is_leaf and m.path and m.saved_bytes < _MOSTLY * kept
     ]
     largest = max(blocks, key=lambda m: (m.saved_bytes or 0, m.path.count(".")), default=None)
-    saving: dict[str, int | bool | None] = {}
+    saving: Saving = {}
     most = ""
     if largest is not None:
         saving = _saving(report, 1.0, less=largest.saved_bytes or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -25,7 +26,7 @@ from lightning_oom.report.remedies import with_advice
 from lightning_oom.report.tensorboard import draw_figure, write_tensorboard
 from lightning_oom.report.text import render_text
 from lightning_oom.report.timeline import TimelineKeeper
-from lightning_oom.report.words import one_line
+from lightning_oom.report.words import GONE_LABEL, kind_rows, one_line
 from lightning_oom.units import GIB
 
 HOSTILE = "<script>alert('x')</script>&\"[bold]"
@@ -159,6 +160,55 @@ def test_the_bar_covers_what_is_allocated_reserved_and_free() -> None:
     assert edges[-1] == pytest.approx(bar.limit)
     assert parts["request"].left == pytest.approx(parts["free"].left)
     assert all(0 <= part.left <= part.left + part.width <= 1 + 1e-9 for part in bar.parts)
+
+
+def test_what_was_freed_before_it_could_be_counted_is_shown() -> None:
+    """The breakdown is made after the error came up; the rest of what its text counts has a row."""
+    report = cuda_report(allocated=22 * GIB)
+    assert report.kinds is not None
+    report = report.but(kinds=replace(report.kinds, activations_bytes=GIB))
+    rows = {label: (amount, share) for label, amount, share in kind_rows(report)}
+    bar = draw_bar(report)
+    assert bar is not None
+
+    assert rows[GONE_LABEL] == ("16.00 GiB", "73%")
+    assert sum(part.num_bytes for part in bar.parts if part.name != "request") == pytest.approx(
+        24 * GIB, rel=0.1
+    )
+    assert GONE_LABEL in render_html(report)
+    assert "--gone:" in render_html(report)
+
+
+ODD = {
+    "no breakdown": {"kinds": None},
+    "no counters": {"reading": None, "kinds": None},
+    "unknown device": {"device": "weird:7"},
+    "no device": {"device": None},
+    "no rows": {"rows": 0},
+    "unknown phase and stage": {"phase": "dreaming", "stage": "dreaming"},
+    "a version of no form": {"torch_version": "main"},
+    "a reason without words": {"declined": ("split: ",), "has_recovery": True},
+    "an attempt of unknown length": {"attempts": (FailedAttempt(what="whole", phase="forward"),)},
+    "a deep and wide batch": {
+        "batch": (BatchLeaf(path="batch" + "[0]" * 200, shape=(1,) * 200, dtype="float32"),) * 100
+    },
+    "sanity check": {"stage": "sanity_check", "uses_graph": False},
+}
+
+
+@pytest.mark.parametrize("facts", ODD.values(), ids=ODD)
+def test_odd_records_can_be_shown(facts) -> None:
+    """In every rendering, with a diagnosis and without a saving of nothing."""
+    report = with_advice(cuda_report(**facts))
+    page = Page()
+    page.feed(render_html(report))
+
+    assert page.open == []
+    assert render_text(report)
+    assert "\n" not in one_line(report)
+    assert report.diagnoses
+    assert all(r.saving_bytes is None or r.saving_bytes > 0 for r in report.remedies)
+    assert OOMReport.from_json(report.to_json()) == report
 
 
 def test_the_timeline_ends_at_the_error() -> None:
