@@ -165,7 +165,7 @@ class _Recorder(torch.optim.Optimizer):
         self._facts = facts
 
     @override
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]  # as torch's own
+    def step(self, closure: Any = None) -> Any:
         result = None if closure is None else closure()
         self._facts.gradients = [
             None if parameter.grad is None else parameter.grad.detach().clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_oom.reduction.checkpointing import match_blocks
 from lightning_oom.undo import Undo
@@ -57,7 +57,7 @@ def set_inplace(root: nn.Module, paths: Iterable[str]) -> Undo:
     Returns:
         An undo that switches those off again that are still on.
     """
-    parts = [root.get_submodule(path) for path in paths]
+    parts: list[Any] = [root.get_submodule(path) for path in paths]
     for part in parts:
         part.inplace = True
 
