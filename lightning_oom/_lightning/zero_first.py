@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["install_zero_first", "reason_not_to_zero_first", "zeroes_first"]
+__all__ = [
+    "install_zero_first",
+    "reason_not_to_zero_first",
+    "runs_step_several_times",
+    "zeroes_first",
+]
 
 _HOOK = "on_before_zero_grad"
 _ZEROING: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -56,11 +61,12 @@ def _reasons(trainer: Trainer, module: LightningModule) -> Iterator[str]:
     if len(trainer.optimizers) > 1:
         yield f"{name} has {len(trainer.optimizers)} optimizers"
     for optimizer in trainer.optimizers:
-        if _needs_closure(optimizer):
+        if runs_step_several_times(optimizer):
             yield f"{type(optimizer).__name__} runs the training step several times an update"
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def runs_step_several_times(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer cannot step without a closure, and so may call it more than once."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
