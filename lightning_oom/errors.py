@@ -4,6 +4,7 @@
 
     LightningOOMError(Exception)
     ├── BatchSplitError(ValueError)            a batch cannot be cut into rows
+    ├── GradInEvaluationError(RuntimeError)    evaluation builds or keeps a graph
     ├── NotSeparableError(RuntimeError)        the loss of the batch is not a mean over its rows
     ├── StepNotTracedError(RuntimeError)       a training step cannot be followed without running it
     ├── UnsupportedLightningError(RuntimeError) a private name of Lightning moved
@@ -15,6 +16,7 @@
     ├── NearLimitWarning                       a peak came nearer to the limit than wanted
     ├── MemoryLeakWarning                      something grows from step to step
     ├── AmbiguousOOMWarning                    an error that may or may not be an OOM
+    ├── GradInEvaluationWarning                evaluation builds or keeps a graph
     └── CheckpointingWarning                   checkpointing cannot do what was asked for
 
 An out-of-memory error itself is never replaced: what the user sees last is the exception that torch
@@ -27,6 +29,8 @@ __all__ = [
     "AmbiguousOOMWarning",
     "BatchSplitError",
     "CheckpointingWarning",
+    "GradInEvaluationError",
+    "GradInEvaluationWarning",
     "LightningOOMError",
     "LightningOOMWarning",
     "MemoryLeakWarning",
@@ -48,6 +52,10 @@ class LightningOOMError(Exception):
 
 class BatchSplitError(LightningOOMError, ValueError):
     """A batch cannot be cut into rows: no leaf has rows, or two leaves disagree on how many."""
+
+
+class GradInEvaluationError(LightningOOMError, RuntimeError):
+    """Validation, test or prediction builds or keeps a graph; the message says where."""
 
 
 class NotSeparableError(LightningOOMError, RuntimeError):
@@ -88,6 +96,10 @@ class NearLimitWarning(LightningOOMWarning):
 
 class MemoryLeakWarning(LightningOOMWarning):
     """Something holds more tensors from step to step; the message names it."""
+
+
+class GradInEvaluationWarning(LightningOOMWarning):
+    """Validation, test or prediction builds or keeps a graph; the message says where."""
 
 
 class AmbiguousOOMWarning(LightningOOMWarning):

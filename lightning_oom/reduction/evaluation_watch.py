@@ -1,0 +1,79 @@
+"""One pass over evaluation data: the graphs that are built, what is kept, which modules train."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from lightning_oom.reduction.grad_mode import Exemptions, GraphWatch, allow_grad
+from lightning_oom.reduction.kept_graphs import KeptTensors, carries_graph
+from lightning_oom.undo import Undo, UndoStack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+__all__ = ["EvaluationWatch"]
+
+
+class EvaluationWatch:
+    """Watches from its making to :meth:`close`; both on one thread.
+
+    Args:
+        module: The module that is evaluated.
+        exemptions: What may build graphs and be in training mode.
+        drops: Let graphs keep nothing.
+
+    Attributes:
+        graphs: The lines that build graphs.
+        kept: Attributes that carry graphs.
+        is_first_step: Whether no step has run yet; set by the caller.
+        has_allowed: Whether exempt code has built a graph; set by the caller.
+    """
+
+    def __init__(self, module: torch.nn.Module, exemptions: Exemptions, *, drops: bool) -> None:
+        self.module = module
+        self.exemptions = exemptions
+        self.graphs = GraphWatch(exemptions, drops=drops)
+        self.kept = KeptTensors(module, carries_graph)
+        self.is_first_step = True
+        self.has_allowed = False
+        self._paths = {id(child): path for path, child in module.named_modules()}
+        self._watched = [child for child in module.modules() if id(child) not in exemptions.modules]
+        self._undos = UndoStack()
+        self.graphs.start()
+
+    def close(self) -> None:
+        """Stop watching, and put modules back into the mode that they were found in."""
+        self.graphs.stop()
+        self._undos()
+
+    def in_training_mode(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Give path and module of each that is in training mode and not exempt."""
+        for child in [child for child in self._watched if child.training]:
+            yield self._paths[id(child)] or "the module itself", child
+
+    def switch_to_eval(self, module: torch.nn.Module) -> None:
+        """Put one module, not its children, into evaluation mode until :meth:`close`."""
+        module.training = False
+
+        def put_back() -> None:
+            module.training = True
+
+        self._undos.push(Undo(put_back))
+
+    def allowed_so_far(self) -> tuple[int, int]:
+        """Return numbers that differ once exempt code has built a graph in between."""
+        return self.graphs.num_allowed, allow_grad.num_entered
+
+    def line_of(self, method: str) -> tuple[str, int] | None:
+        """Return file and line of a method's definition, if it is written in Python."""
+        function: Any = inspect.unwrap(getattr(type(self.module), method, None) or _nothing)
+        code = getattr(function, "__code__", None)
+        known = code is not None and function is not _nothing
+        return (code.co_filename, code.co_firstlineno) if known else None
+
+
+def _nothing() -> None:
+    """Stand for a method that is not there."""
