@@ -221,7 +221,7 @@ class StepTracer(AllocationWatcher):
             self._module(),
             tuple(self._specs((*args, *kwargs.values()))),
             tuple(self._specs((out,))),
-            tuple(value for value in args if isinstance(value, (int, float, bool, str, list))),
+            tuple(value for value in args if _is_plain(value)),
             flops,
         )
 
@@ -315,6 +315,13 @@ class _TraceLedger(StorageLedger):
         if freed_bytes:
             known = self._known.pop(key)
             self._tracer.saw_free(known, freed_bytes)
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether a value holds no tensor, which it would keep alive."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, (int, float, str))
 
 
 def _storages_in(tensor: Any) -> list[torch.UntypedStorage]:
