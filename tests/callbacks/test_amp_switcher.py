@@ -146,7 +146,7 @@ def test_a_peak_near_the_limit_switches(times_the_peak, switches):
 
 
 # -- back
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_way_back_leaves_out_one_update(where, options):
     """Weights finite; that step changes neither weights nor optimizer; the rest runs in 32-bit."""

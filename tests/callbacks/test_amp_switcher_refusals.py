@@ -238,10 +238,10 @@ def test_two_fits_with_one_callback_do_not_see_each_other():
     """The second starts in 32-bit, as the arguments say."""
     callback = switcher()
     for _ in range(2):
-        make, guard = oom_before(3)
-        _, model, _ = trained(guard, callback, make=make)
+        make, guard = oom_before(1)
+        _, model, _ = trained(guard, callback, make=make, batches=2)
 
-        assert [p for _, p, _ in model.seen.rows] == ["32-true"] * 4 + ["bf16-mixed"] * 5
+        assert [p for _, p, _ in model.seen.rows] == ["32-true"] * 2 + ["bf16-mixed"]
         assert len(callback.changes) == 1
 
 
@@ -308,14 +308,16 @@ class ClipFails(Watched):
         self.clip_gradients(optimizer, *args, **kwargs)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16-mixed", marks=pytest.mark.slow), "16-mixed"]
+)
 def test_the_guard_follows_a_switch(precision):
     """Clipping and unscaling under the new plugin are guarded as under the old one."""
     ends = []
     for model in (Watched, ClipFails):
-        make, guard = oom_before(3, model)
+        make, guard = oom_before(1, model)
         callback = switcher(precision=precision)
-        ends.append(trained(guard, callback, make=make, gradient_clip_val=0.1)[2])
+        ends.append(trained(guard, callback, make=make, batches=3, gradient_clip_val=0.1)[2])
 
     assert differences(*ends) == []
     assert guard.summary.num_optimizer == 1

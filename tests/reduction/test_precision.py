@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,13 +47,18 @@ def test_the_other_devices():
     ],
 )
 def test_an_outside_device_is_asked(dtypes, expected, monkeypatch):
-    """As the simulated GPU, by the name that torch wants of every backend."""
+    """By the name that torch wants of every backend."""
+    backend = SimpleNamespace(get_amp_supported_dtype=lambda: dtypes)
+    monkeypatch.setattr(torch, "outside", backend, raising=False)
+
+    assert choose_precision(SimpleNamespace(type="outside")) == expected
+
+
+def test_the_simulated_gpu_computes_in_bfloat16():
+    """It says so by that name."""
     from lightning_oom.testing import SimulatedGPU
 
-    device = SimulatedGPU().device
-    monkeypatch.setattr(torch.simgpu, "get_amp_supported_dtype", lambda: dtypes)
-
-    assert choose_precision(device) == expected
+    assert choose_precision(SimulatedGPU().device) == "bf16-mixed"
 
 
 # -- losses
