@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["finished_batches"]
+__all__ = ["describe_place", "finished_batches"]
 
 
 def finished_batches(trainer: Trainer) -> int:
@@ -21,3 +21,32 @@ def finished_batches(trainer: Trainer) -> int:
     """
     loop = trainer.fit_loop.epoch_loop
     return int(getattr(loop, "_batches_that_stepped", trainer.global_step))
+
+
+def describe_place(trainer: Trainer, stage: str) -> str:
+    """Return where a run is, for people: ``"epoch 0, batch 3"``, ``"sanity check, batch 0"``.
+
+    Args:
+        trainer: In the middle of a batch.
+        stage: ``"train"``, ``"validation"``, ``"test"`` or ``"predict"``.
+
+    Returns:
+        The stage, or for training the epoch; the batch within its dataloader; and which dataloader,
+        where there are several. The batch counts over all of them if one has no length.
+    """
+    if stage == "train":
+        return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}"
+    loop = {
+        "validation": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }[stage]
+    if trainer.state.fn == "fit":
+        loop = trainer.fit_loop.epoch_loop.val_loop
+    number, dataloader = loop.batch_progress.current.ready - 1, 0
+    lengths = loop.max_batches if isinstance(loop.max_batches, list) else [loop.max_batches]
+    while dataloader < len(lengths) - 1 and number >= lengths[dataloader]:
+        number -= int(lengths[dataloader])
+        dataloader += 1
+    name = "sanity check" if trainer.sanity_checking else stage
+    return f"{name}, batch {number}{f' of dataloader {dataloader}' if len(lengths) > 1 else ''}"

@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_oom._lightning.session import RecoveryOptions, RecoverySession
+from lightning_oom._lightning.steps import describe_place
 from lightning_oom._lightning.support import reason_not_to_guard
 from lightning_oom.callbacks._ladder import DEFAULT_LADDER, build_ladder
 from lightning_oom.errors import (
@@ -327,12 +328,7 @@ class OOMRecovery(Callback):
         self._tell_outcome(outcome)
 
     def _place(self, stage: str) -> str:
-        trainer = self._trainer
-        if trainer is None:
-            return ""
-        if stage != "train":
-            return f"{stage}, "
-        return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}, "
+        return "" if self._trainer is None else f"{describe_place(self._trainer, stage)}, "
 
     def _log(self, outcome: StepOutcome) -> None:
         trainer = self._trainer

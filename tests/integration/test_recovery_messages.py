@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import CUDA_MESSAGE, TinyRegressor, batches_of, cuda_oom, failing
+from fakes import CUDA_MESSAGE, FailsAt, TinyRegressor, batches_of, cuda_oom, failing
 from fits import end_state, fit, notes_of, quiet, recovery
 from states import compare
 
+from lightning_oom import OOMRecovery
 from lightning_oom._torch import OutOfMemoryError
 from lightning_oom.errors import AmbiguousOOMWarning
 
@@ -102,3 +103,36 @@ def test_an_error_that_is_no_lack_of_memory_passes_through_at_once(form):
     assert len(model.body[1].calls.numbers) == 1
     assert not getattr(caught.value, "__notes__", [])
     assert guard.summary.num_oom == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "loaders", "place"),
+    [
+        ("fit", 1, "sanity check, batch 0"),
+        ("validate", 1, "validation, batch 1"),
+        ("test", 2, "test, batch 1 of dataloader 1"),
+        ("predict", 2, "predict, batch 1 of dataloader 1"),
+    ],
+)
+def test_the_line_says_which_batch_it_was(call, loaders, place, monkeypatch):
+    """Stage, batch and dataloader, in evaluation too."""
+
+    class Model(TinyRegressor):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            return self.loss(batch)
+
+        test_step = predict_step = validation_step
+
+    calls = [0] if call == "fit" else [2 * loaders - 1]
+    model = Model()
+    model.body[1] = FailsAt(*calls)
+    data = [batches_of([8, 8]) for _ in range(loaders)]
+    lines: list[str] = []
+    monkeypatch.setattr("lightning_oom.callbacks.oom_recovery.rank_zero_info", lines.append)
+    trainer = quiet(OOMRecovery(), num_sanity_val_steps=1)
+    if call == "fit":
+        trainer.fit(model, batches_of([8]), data[0])
+    else:
+        getattr(trainer, call)(model, data if loaders > 1 else data[0])
+
+    assert lines[0].startswith(f"OOMRecovery: {place}, out of memory with 8 rows")
