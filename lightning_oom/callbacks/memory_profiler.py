@@ -52,6 +52,10 @@ class MemoryProfiler(Callback):
     are). History is recorded throughout. All three are bounded: a window may be as long as the run.
     When a run fails, what was recorded up to the error is written.
 
+    The timeline counts bytes that are held: module, gradients, optimizer state and batch that are
+    there when a window begins, and everything allocated in it. Its peak is therefore above what a
+    :func:`~lightning_oom.testing.memory_limit` counts that began after the module was made.
+
     Args:
         steps: ``(start, stop)``: optimizer steps counted from 0, ``stop`` not included; or several
             such windows, ascending and apart.
@@ -242,8 +246,8 @@ class MemoryProfiler(Callback):
                 peak = timeline.peak
                 rank_zero_info(
                     f"MemoryProfiler: steps {window.first} to {window.stop - 1}: "
-                    f"{format_bytes(peak.live_bytes)} at most, in {peak.phase} of step {peak.step}, "
-                    f"at {peak.operator}."
+                    f"{format_bytes(peak.live_bytes)} held at most, module and optimizer included, in "
+                    f"{peak.phase} of step {peak.step}, at {peak.operator}."
                 )
         history = window.history
         if history is not None and history.is_available:
