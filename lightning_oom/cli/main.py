@@ -17,6 +17,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, str] = {
     "demo": "train a small GPT three times: unlimited, limited, limited with OOMRecovery",
     "doctor": "look at the machine: versions, devices, allocator settings, other processes",
+    "estimate": "foresee the peak of a training step, without a GPU",
     "explain": "say why memory ran out, from a log, a report or a memory snapshot",
 }
 """Verb to one-line help. ``lightning_oom.cli.<verb>`` holds ``add_arguments(parser)`` and
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
         >>> main([])  # doctest: +ELLIPSIS
-        usage: lightning-oom [-h] {demo,doctor,explain} ...
+        usage: lightning-oom [-h] {demo,doctor,estimate,explain} ...
         <BLANKLINE>
         Survive, foresee and explain CUDA out of memory in PyTorch Lightning.
         ...
