@@ -1,3 +1,4 @@
+# ruff: noqa: ARG001 - one form for all answers
 """Answer what a step asks of numbers that fake tensors do not have, on the pessimistic side."""
 
 from __future__ import annotations
@@ -344,12 +345,12 @@ def _same_truth(answers: Answers, func: Any, args: tuple[Any, ...]) -> bool | No
 
 def _handlers() -> Iterator[tuple[Any, Handler]]:
     questions: list[tuple[Any, Handler]] = [
-        (_aten._local_scalar_dense, _item),
+        (_aten._local_scalar_dense, _item),  # noqa: SLF001 - an operator's name
         (_aten.equal, _same),
         (_aten.allclose, _same),
         (_aten.nonzero, _nonzero),
         (_aten.masked_select, _masked_select),
-        (_aten._unique2, _unique),
+        (_aten._unique2, _unique),  # noqa: SLF001 - likewise
         (_aten.unique_dim, _unique),
         (_aten.unique_consecutive, _unique),
         (_aten.bincount, _bincount),

@@ -136,7 +136,7 @@ def silence(root: torch.nn.Module) -> None:
             _stub_metric(module)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     """Take anything."""
 
 
