@@ -197,7 +197,9 @@ class NoGradEnforcer(Callback):
         try:
             self._look_at_lines(stage, "hooks of evaluation")
             if not stage.has_allowed:
-                self._look_at_attributes("attribute", stage.kept.everything(), "evaluation")
+                self._look_at_attributes(
+                    "attribute", stage.kept.everything(), "evaluation", stage.line_of_step()
+                )
             if trainer.state.fn == "fit":
                 self._look_for_inference(pl_module)
             self._raise_pending()
@@ -245,9 +247,9 @@ class NoGradEnforcer(Callback):
                 return step()
             finally:
                 stage.graphs.is_allowed = False
-        if stage.is_first_step:
-            stage.is_first_step = False
+        if stage.step is None:
             self._look_at_modes(stage, f"before {name}")
+        stage.step = name
         self._look_at_grad_mode(stage, name, "at the start of")
         allowed = stage.allowed_so_far()
         undo = shadow(stage.module, "log", self._checked_log(stage, name, allowed))
@@ -263,7 +265,7 @@ class NoGradEnforcer(Callback):
         else:
             output = self._look_at_output(stage, name, output, line)
             self._look_at_attributes(
-                "attribute", stage.kept.recent(), name, line or stage.line_of(name)
+                "attribute", stage.kept.recent(), name, line or stage.line_of_step()
             )
         self._raise_pending()
         return output
@@ -292,7 +294,7 @@ class NoGradEnforcer(Callback):
 
     def _look_at_grad_mode(self, stage: EvaluationWatch, name: str, when: str) -> None:
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self._found("grad_mode", name, when, stage.line_of(name), None)
+            self._found("grad_mode", name, when, stage.line_of_step(), None)
             if self._fixes:
                 torch.set_grad_enabled(False)
 
@@ -312,7 +314,7 @@ class NoGradEnforcer(Callback):
         if not bad:
             return output
         held = sum(leaf.nbytes for leaf in bad)
-        self._found("output", name, "", line or stage.line_of(name), held)
+        self._found("output", name, "", line or stage.line_of_step(), held)
         return cleaned(output) if self._fixes else output
 
     def _look_at_attributes(

@@ -28,7 +28,7 @@ class EvaluationWatch:
     Attributes:
         graphs: The lines that build graphs.
         kept: Attributes that carry graphs.
-        is_first_step: Whether no step has run yet; set by the caller.
+        step: The last step that ran, ``None`` before the first; set by the caller.
         has_allowed: Whether exempt code has built a graph; set by the caller.
     """
 
@@ -37,7 +37,7 @@ class EvaluationWatch:
         self.exemptions = exemptions
         self.graphs = GraphWatch(exemptions, drops=drops)
         self.kept = KeptTensors(module, carries_graph)
-        self.is_first_step = True
+        self.step: str | None = None
         self.has_allowed = False
         self._paths = {id(child): path for path, child in module.named_modules()}
         self._watched = [child for child in module.modules() if id(child) not in exemptions.modules]
@@ -67,13 +67,8 @@ class EvaluationWatch:
         """Return numbers that differ once exempt code has built a graph in between."""
         return self.graphs.num_allowed, allow_grad.num_entered
 
-    def line_of(self, method: str) -> tuple[str, int] | None:
-        """Return file and line of a method's definition, if it is written in Python."""
-        function: Any = inspect.unwrap(getattr(type(self.module), method, None) or _nothing)
-        code = getattr(function, "__code__", None)
-        known = code is not None and function is not _nothing
-        return (code.co_filename, code.co_firstlineno) if known else None
-
-
-def _nothing() -> None:
-    """Stand for a method that is not there."""
+    def line_of_step(self) -> tuple[str, int] | None:
+        """Return file and line where the last step is defined, if it is written in Python."""
+        function: Any = getattr(type(self.module), self.step or "", None)
+        code = None if function is None else getattr(inspect.unwrap(function), "__code__", None)
+        return None if code is None else (code.co_filename, code.co_firstlineno)

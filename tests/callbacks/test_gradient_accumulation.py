@@ -249,7 +249,7 @@ def test_it_goes_with_a_recovery_that_splits(first) -> None:
     )
 
 
-@pytest.mark.parametrize("share", [4, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [3, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_failure_anywhere_in_a_window_counts_nothing_twice(share) -> None:
     """Allocations of a corrected window in turn: in forwards, and in a half finished backward."""
     plain = run([9, 6], max_epochs=1)
