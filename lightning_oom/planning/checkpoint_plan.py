@@ -216,7 +216,7 @@ class _LevelPlanner:
         fitting = [choice for choice in tried if self._peak(choice) <= self._budget_bytes]
         if fitting:
             return self._result(min(fitting, key=lambda choice: (self._cost(choice), len(choice))))
-        return self._result(min(tried, key=self._peak))
+        return self._result(min(tried, key=lambda choice: (self._peak(choice), self._cost(choice))))
 
     def _try_cheapest(self, profile: StepProfile, budget_bytes: int) -> set[frozenset[int]]:
         """Search by prediction, simulate what was found, and correct the prediction by that."""

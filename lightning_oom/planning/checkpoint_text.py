@@ -15,33 +15,39 @@ if TYPE_CHECKING:
 __all__ = ["checkpoint_report", "plan_problem"]
 
 _SHOWN = 3
+_STANDING = ("parameter", "buffer", "batch", "gradient", "optimizer")
 
 
 def plan_problem(plan: CheckpointPlan) -> str | None:
     """Say what a plan could not do: stay in its budget, or use a block; ``None`` for nothing."""
     parts = []
     if plan.budget_bytes is not None and not plan.is_feasible:
-        budget, peak = format_bytes(plan.budget_bytes), format_bytes(plan.peak_bytes)
-        held = ", ".join(
-            f"{kind} {format_bytes(num_bytes)}"
-            for kind, num_bytes in sorted(plan.peak_kinds.items(), key=lambda item: -item[1])
-        )
+        budget = format_bytes(plan.budget_bytes)
         if plan.cannot_help:
+            peak = format_bytes(plan.plain_peak_bytes)
             parts.append(
-                f"checkpointing cannot help to stay in {budget}: the predicted peak of "
-                f"{format_bytes(plan.plain_peak_bytes)} is not set by the activations of blocks "
-                f"({held}), and no block is checkpointed"
+                f"checkpointing cannot help to stay in {budget}: at the predicted peak of {peak}, "
+                f"{_standing(plan)}, and no block is checkpointed"
             )
         else:
+            peak = format_bytes(plan.peak_bytes)
             parts.append(
-                f"no choice of blocks stays in {budget}: the lowest predicted peak is {peak} "
-                f"({held}), with {_blocks(plan.paths)}, which are checkpointed"
+                f"no choice of blocks stays in {budget}: the lowest predicted peak is {peak}, at "
+                f"which {_standing(plan)}; {_blocks(plan.paths)} are checkpointed"
             )
     if plan.dropped:
         parts.append(
             f"{_blocks(plan.dropped)} left out: their forward cannot be repeated (a dry run broke)"
         )
     return "; ".join(parts) or None
+
+
+def _standing(plan: CheckpointPlan) -> str:
+    """Say what is held at the peak that checkpointing does not lower."""
+    kinds = [kind for kind in _STANDING if plan.peak_kinds.get(kind)]
+    held_bytes = sum(plan.peak_kinds[kind] for kind in kinds)
+    named = " and ".join(filter(None, [", ".join(kinds[:-1]), *kinds[-1:]]))
+    return f"{named} hold {format_bytes(held_bytes)}"
 
 
 def checkpoint_report(
