@@ -164,6 +164,40 @@ def test_blocks_come_in_one_at_a_time(tie, gpu) -> None:
     assert not model.blocks[1]._forward_hooks
 
 
+class Recurrent(nn.Module):
+    """A block that lists its weights a second time, and has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        """As many outputs as inputs."""
+        return self.norm(self.lstm(x)[0])
+
+
+def test_blocks_with_lists_of_weights_and_buffers(gpu) -> None:
+    """Buffers stay on the device, and a block that two places hold is one."""
+    torch.manual_seed(0)
+    block = Recurrent()
+    model, x = nn.Sequential(block, Recurrent(), block).eval(), torch.randn(2, 4, 8)
+    with torch.no_grad():
+        plain = model.to(gpu)(x.to(gpu)).cpu()
+    model.cpu()
+    blocks = BlockOffload(model, find_blocks(model), device=gpu)
+    with blocks.away():
+        model.to(gpu)
+    undo = blocks.attach()
+    with torch.no_grad():
+        output = model(x.to(gpu)).cpu()
+
+    assert torch.equal(output, plain)
+    assert {buffer.device.type for buffer in model.buffers()} == {"simgpu"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    undo()
+
+
 def test_a_block_that_fails_leaves_the_device(gpu) -> None:
     """Its weights go out whatever the forward raises."""
     model = Tied().eval()

@@ -166,10 +166,7 @@ def test_what_nobody_comes_for_does_not_pile_up(late) -> None:
     tally = OffloadTally()
     pairs = [chain(late.device, tally, length=4) for _ in range(6)]
     before = torch.simgpu.memory_allocated()
-    for (
-        x,
-        y,
-    ) in pairs:  # from the first to the last: each sends for what the one before has done with
+    for _, y in pairs:  # each sends for what the one before has done with
         torch.autograd.grad(y, node_input(y, 1), torch.ones_like(y), retain_graph=True)
 
     assert tally.num_to_host == 24

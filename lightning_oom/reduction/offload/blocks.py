@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_oom._torch import module_members
+from lightning_oom._torch import module_buffers, module_members
 from lightning_oom.undo import Undo, UndoStack
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class BlockOffload:
     def __init__(
         self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], *, device: torch.device
     ) -> None:
+        self._model = model
         self._device = device
         inside = {module for block in blocks for module in block.modules()}
         elsewhere = {
@@ -121,20 +122,31 @@ class BlockOffload:
     def away(self) -> Iterator[None]:
         """Hide the blocks' weights from a ``model.to(device)`` inside the block."""
         hidden = [
-            (members, name, parameter)
-            for block, parameters in self._blocks.items()
-            for module in block.modules()
-            for members in (module_members(module)[1],)
-            for name, parameter in members.items()
-            if any(parameter is own for own in parameters)
+            (children, name, child)
+            for module in self._model.modules()
+            for children in (module_members(module)[0],)
+            for name, child in children.items()
+            if child in self._blocks
         ]
-        for members, name, _ in hidden:
-            members[name] = None
+        for children, name, _ in hidden:
+            children[name] = None
         try:
             yield
         finally:
-            for members, name, parameter in hidden:
-                members[name] = parameter
+            for children, name, child in hidden:
+                children[name] = child
+        for block, own in self._blocks.items():
+            self._move_the_rest(block, {id(parameter) for parameter in own})
+
+    def _move_the_rest(self, block: torch.nn.Module, own: set[int]) -> None:
+        for parameter in block.parameters():
+            if id(parameter) not in own:
+                parameter.data = parameter.data.to(self._device)
+        for module in block.modules():
+            buffers = module_buffers(module)
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    buffers[name] = buffer.to(self._device)
 
     def attach(self) -> Undo:
         """Move the blocks' weights to the host and let each block bring its own in.
