@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import site
-import sys
 import sysconfig
 import weakref
 from collections import Counter
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import lightning_oom
 from lightning_oom._torch import schema_of
 from lightning_oom._torch.fake import is_fake, without_any_mode
 from lightning_oom.planning.known_values import follow, value_of
@@ -115,7 +114,7 @@ def user_place() -> str | None:
         ``None`` where nobody but torch asks, such as an optimizer of torch.
     """
     library: str | None = None
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to a frame
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
@@ -136,7 +135,7 @@ def is_user_file(name: str) -> bool | None:
     return None if name.startswith(_LIBRARIES) else True
 
 
-_OURS = str(Path(lightning_oom.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _SKIPPED = (_OURS, str(Path(torch.__file__).parent), "<")
 _LIBRARIES = (
     *site.getsitepackages(),

@@ -125,7 +125,9 @@ class Skeleton:
     def _container(self, value: Any, depth: int) -> Any:
         kind = type(value)
         if kind in (list, set, collections.deque):
-            new = collections.deque(maxlen=value.maxlen) if kind is collections.deque else kind()
+            new: Any = (
+                collections.deque(maxlen=value.maxlen) if kind is collections.deque else kind()
+            )
             self._remember(value, new)
             items = (self._value(item, depth) for item in value)
             new.update(items) if kind is set else new.extend(items)

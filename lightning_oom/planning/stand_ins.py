@@ -141,7 +141,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _stub_metric(metric: Any) -> None:
-    def value(*args: Any, **kwargs: Any) -> Any:
+    def value(*_: Any, **__: Any) -> Any:
         if isinstance(metric, MetricCollection):
             return {str(name): torch.zeros(()) for name in metric.keys()}  # noqa: SIM118 - its own method
         return torch.zeros(())

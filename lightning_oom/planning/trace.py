@@ -126,13 +126,13 @@ class Substitution(NamedTuple):
         question: What was asked: ``"item"``, ``"nonzero"``, ``"boolean index"``...
         answer: What was answered, in words: ``"the largest possible size"``.
         place: ``file:line`` of the user's code that asked.
-        count: How often, there.
+        num_times: How often, there.
     """
 
     question: str
     answer: str
     place: str
-    count: int
+    num_times: int
 
 
 @dataclass(frozen=True, kw_only=True)
