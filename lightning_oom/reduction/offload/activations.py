@@ -90,10 +90,10 @@ def offload_activations(
     Note:
         Cost: each byte crosses the bus twice. On CUDA this happens on a stream of its own from
         and to pinned memory, and copies back begin two storages ahead; elsewhere copies are waited
-        for. About 15 us of the host for each storage that is moved, 3 us for a saved tensor that
-        stays. Blocks without a graph (``no_grad``) cost nothing. Hooks that user code enters inside
-        the block (``save_on_cpu``, non-reentrant checkpoints) win over these; inputs of checkpointed
-        blocks are moved.
+        for. Time of the host beside the bytes: 5 us for a saved tensor that stays, 50 us for one
+        that goes out and comes back. Blocks without a graph (``no_grad``) cost nothing. Hooks that
+        user code enters inside the block (``save_on_cpu``, non-reentrant checkpoints) win over
+        these; inputs of checkpointed blocks are moved.
 
         A write that torch does not count (through ``.data``, or by a custom kernel) between two
         saves of one storage is not seen by the second: both get the first copy.
@@ -248,9 +248,8 @@ class _Hooks:
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a plain tensor, ``None`` for one that wraps others or is not strided."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
+    return tensor.untyped_storage() if is_plain and tensor.layout is torch.strided else None
 
 
 def _is_made_of_leaf(tensor: torch.Tensor) -> bool:
