@@ -47,9 +47,9 @@ class AMPSwitcher(Callback):
     large model on a small batch gains next to nothing. It is not exact: losses differ from those of
     a 32-bit run in the third digit.
 
-    Each fit begins as the arguments say, a resumed one as its checkpoint says. The trainer's precision plugin is exchanged, as ``Trainer(precision="bf16-mixed")`` would have
-    set it: ``trainer.precision`` says so, gradient clipping, logging, checkpoints and validation
-    follow it. float16 gets a loss scaler, whose state is kept in checkpoints. A change takes effect
+    Each fit begins as the arguments say, a resumed one as its checkpoint says. The trainer's
+    precision plugin is exchanged, as ``Trainer(precision="bf16-mixed")`` would have set it:
+    ``trainer.precision`` says so; clipping, logging, checkpoints and validation follow it. float16 gets a loss scaler, whose state is kept in checkpoints. A change takes effect
     with the first batch after an optimizer step, never within an accumulation window.
 
     Goes back to 32-bit when a loss or gradient is not finite. With bfloat16 that one update is left
