@@ -49,8 +49,9 @@ class AMPSwitcher(Callback):
 
     Each fit begins as the arguments say, a resumed one as its checkpoint says. The trainer's
     precision plugin is exchanged, as ``Trainer(precision="bf16-mixed")`` would have set it:
-    ``trainer.precision`` says so; clipping, logging, checkpoints and validation follow it. float16 gets a loss scaler, whose state is kept in checkpoints. A change takes effect
-    with the first batch after an optimizer step, never within an accumulation window.
+    ``trainer.precision`` says so; clipping, logging, checkpoints and validation follow it. float16
+    gets a loss scaler, whose state is kept in checkpoints. A change takes effect with the first
+    batch after an optimizer step, never within an accumulation window.
 
     Goes back to 32-bit when a loss or gradient is not finite. With bfloat16 that one update is left
     out (the gradients are dropped). With float16 the scaler leaves such updates out and lowers its
