@@ -60,57 +60,83 @@ def build_ladder(
                 SplitRung(split_inseparable=split_inseparable, on_inseparable=on_inseparable)
             )
         else:
-            rungs.append(_HOLDING[name](trainer, before))
+            engine = _HOLDING[name](trainer)
+            rungs.append(
+                HoldingRung(
+                    name,
+                    engine.open,
+                    unavailable=engine.unavailable,
+                    exact=engine.is_exact,
+                    before=before,
+                )
+            )
     return Ladder(rungs)
 
 
-def _checkpoint(trainer: Callable[[], Trainer], before: Sequence[HoldingRung]) -> HoldingRung:
-    def paths() -> list[str]:
-        return [block.path for block in find_blocks(trainer().lightning_module)]
+class _Checkpoint:
+    """Repeated blocks keep their inputs only."""
+
+    is_exact = True
+
+    def __init__(self, trainer: Callable[[], Trainer]) -> None:
+        self._trainer = trainer
 
     @contextlib.contextmanager
-    def checkpointed() -> Iterator[None]:
-        undo = install(trainer().lightning_module, paths())
+    def open(self) -> Iterator[None]:
+        undo = install(self._trainer().lightning_module, self._paths())
         try:
             yield
         finally:
             undo()
 
-    def unavailable() -> str | None:
-        return None if paths() else "the module has no repeated blocks"
+    def unavailable(self) -> str | None:
+        return None if self._paths() else "the module has no repeated blocks"
 
-    return HoldingRung("checkpoint", checkpointed, unavailable=unavailable, before=before)
+    def _paths(self) -> list[str]:
+        return [block.path for block in find_blocks(self._trainer().lightning_module)]
 
 
-def _offload(trainer: Callable[[], Trainer], before: Sequence[HoldingRung]) -> HoldingRung:
-    @contextlib.contextmanager
-    def offloaded() -> Iterator[Any]:
-        module = trainer().lightning_module
-        with offload_activations(keep=[*module.parameters(), *module.buffers()]) as tally:
-            yield tally
+class _Offload:
+    """Activations wait in host memory."""
 
-    def unavailable() -> str | None:
-        device = trainer().strategy.root_device
+    is_exact = True
+
+    def __init__(self, trainer: Callable[[], Trainer]) -> None:
+        self._trainer = trainer
+
+    def open(self) -> contextlib.AbstractContextManager[Any]:
+        module = self._trainer().lightning_module
+        return offload_activations(keep=[*module.parameters(), *module.buffers()])
+
+    def unavailable(self) -> str | None:
+        device = self._trainer().strategy.root_device
         return "the device is the host itself" if device.type == "cpu" else None
 
-    return HoldingRung("offload", offloaded, unavailable=unavailable, before=before)
 
+class _Amp:
+    """Forward and loss in bfloat16."""
 
-def _amp(trainer: Callable[[], Trainer], before: Sequence[HoldingRung]) -> HoldingRung:
-    def unavailable() -> str | None:
-        running = trainer()
-        module = running.lightning_module
-        if choose_precision(running.strategy.root_device) != "bf16-mixed":
+    is_exact = False
+
+    def __init__(self, trainer: Callable[[], Trainer]) -> None:
+        self._trainer = trainer
+
+    def open(self) -> contextlib.AbstractContextManager[None]:
+        return within_precision(self._trainer(), "bf16-mixed")
+
+    def unavailable(self) -> str | None:
+        trainer = self._trainer()
+        module = trainer.lightning_module
+        if choose_precision(trainer.strategy.root_device) != "bf16-mixed":
             return "the device has no bfloat16, and a loss scale for float16 outlasts one attempt"
         unsafe = find_unsafe_losses(module)
         if unsafe:
             return f"16 bits do not hold the loss of {', '.join(unsafe)}"
-        return reason_not_to_switch(running, module, "bf16-mixed")
-
-    def in_bf16() -> contextlib.AbstractContextManager[None]:
-        return within_precision(trainer(), "bf16-mixed")
-
-    return HoldingRung("amp", in_bf16, unavailable=unavailable, exact=False, before=before)
+        return reason_not_to_switch(trainer, module, "bf16-mixed")
 
 
-_HOLDING = {"checkpoint": _checkpoint, "offload": _offload, "amp": _amp}
+_HOLDING: dict[str, type[_Checkpoint | _Offload | _Amp]] = {
+    "checkpoint": _Checkpoint,
+    "offload": _Offload,
+    "amp": _Amp,
+}

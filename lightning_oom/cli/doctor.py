@@ -1,9 +1,10 @@
-"""Look at the machine: versions, devices, allocator settings, other processes."""
+"""Look at the machine, and at a model if one is named: what costs memory, and what would save some."""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_oom.cli.subject import add_subject_arguments, load_subject
+from lightning_oom.errors import StepNotTracedError
+from lightning_oom.planning.advice import advise
+from lightning_oom.report.advice_text import render_advice
 from lightning_oom.report.environment import Environment, collect_environment
 from lightning_oom.report.environment_findings import Finding, judge
 from lightning_oom.units import format_bytes
 
 if TYPE_CHECKING:
     import argparse
+
+    from lightning_oom.planning.advice import AdviceList
 
 __all__ = ["add_arguments", "run"]
 
@@ -27,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Of the verb.
     """
+    add_subject_arguments(parser, required=False)
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
 
 
@@ -37,16 +45,39 @@ def run(arguments: argparse.Namespace) -> int:
         arguments: As :func:`add_arguments` describes them.
 
     Returns:
-        0; or 1 when there is a problem.
+        0; 1 when there is a problem with the machine; 2, with one line on standard error, when the
+        model or its step cannot be run.
     """
+    try:
+        advice = _advise(arguments)
+    except (ValueError, StepNotTracedError) as error:
+        print(f"lightning-oom doctor: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     environment = collect_environment(missing_names=_missing_names())
     findings = judge(environment)
     if arguments.json:
         facts = {**environment.to_dict(), "findings": [asdict(finding) for finding in findings]}
+        facts |= {} if advice is None else {"advice": advice.to_dict()}
         print(json.dumps(facts, indent=2))
     else:
-        _show(environment, findings, Console())
+        console = Console()
+        _show(environment, findings, console)
+        if advice is not None:
+            print(f"\n{render_advice(advice, width=console.width)}")
     return int(any(finding.level == "problem" for finding in findings))
+
+
+def _advise(arguments: argparse.Namespace) -> AdviceList | None:
+    subject = load_subject(arguments)
+    if subject is None:
+        return None
+    with Console(stderr=True).status("running the step on fake tensors") as status:
+        return advise(
+            subject.module,
+            subject.batch,
+            precision=subject.precision,
+            progress=lambda title: status.update(f"trying: {title}"),
+        )
 
 
 def _missing_names() -> tuple[str, ...]:

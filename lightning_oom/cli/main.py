@@ -16,7 +16,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, str] = {
     "demo": "train a small GPT three times: unlimited, limited, limited with OOMRecovery",
-    "doctor": "look at the machine: versions, devices, allocator settings, other processes",
+    "doctor": "look at the machine, and say what would lower the peak of a model",
     "estimate": "foresee the peak of a training step, without a GPU",
     "explain": "say why memory ran out, from a log, a report or a memory snapshot",
 }

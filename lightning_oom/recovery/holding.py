@@ -35,7 +35,7 @@ class HoldingRung:
         name: str,
         open_context: Callable[[], AbstractContextManager[Any]],
         *,
-        unavailable: Callable[[], str | None] = lambda: None,
+        unavailable: Callable[[], str | None],
         exact: bool = True,
         before: Sequence[HoldingRung] = (),
     ) -> None:

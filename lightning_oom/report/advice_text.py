@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
 
 from lightning_oom.units import format_bytes
 
@@ -42,31 +42,26 @@ def render_advice(advice: AdviceList, *, width: int = 100, most: int = 10) -> st
         console.print(f"{head} No change that was tried saves 1 % of it.")
         return _text(console)
     console.print(head)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, style in (
-        ("saves", "right"),
-        ("of it", "right"),
-        ("", "left"),
-        ("result", "left"),
-    ):
-        table.add_column(heading, justify=style, no_wrap=bool(heading))  # type: ignore[arg-type]
     for entry in advice.entries[: max(1, most)]:
         share = entry.saved_bytes / advice.peak_bytes
-        table.add_row(
-            format_bytes(entry.saved_bytes), f"{share:.0%}", _describe(entry), entry.effect
-        )
-    console.print(table)
+        saved = format_bytes(entry.saved_bytes)
+        console.print(f"\n{saved:>10} {share:>4.0%}  {escape(_title(entry))}")
+        for line in _details(entry):
+            console.print(Padding(escape(line), (0, 0, 0, 17)))
     left_out = len(advice.entries) - most
     if left_out > 0:
-        console.print(f"and {left_out} more")
+        console.print(f"\nand {left_out} more")
     return _text(console)
 
 
-def _describe(entry: Advice) -> str:
-    lines = [f"{entry.title}: {entry.place}" if entry.place else entry.title, f"  {entry.how}"]
-    if entry.cost:
-        lines.append(f"  costs: {entry.cost}")
-    return escape("\n".join(lines))
+def _title(entry: Advice) -> str:
+    return f"{entry.title} ({entry.effect})"
+
+
+def _details(entry: Advice) -> list[str]:
+    lines = [f"where: {entry.place}"] if entry.place else []
+    lines.append(f"how:   {entry.how}")
+    return [*lines, f"cost:  {entry.cost}"] if entry.cost else lines
 
 
 def _text(console: Console) -> str:

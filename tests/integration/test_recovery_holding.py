@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -211,3 +213,15 @@ def test_the_ladder_is_checked_when_it_is_built(ladder, text):
     """A typo is named before anything runs."""
     with pytest.raises(ValueError, match=text):
         recovery(ladder=ladder)
+
+
+def test_the_callback_can_be_pickled_and_a_copy_has_its_own_trainer():
+    """Spawned processes get it by pickle; a deepcopy must not act on the original's trainer."""
+    guard = recovery(ladder=["release", "chunk", "split", "checkpoint", "offload", "amp"])
+    loaded = pickle.loads(pickle.dumps(guard))  # noqa: S301 - our own
+    copied = copy.deepcopy(guard)
+
+    for one in (loaded, copied):
+        rungs = one._options.ladder.rungs
+        assert [rung.name for rung in rungs][-1] == "amp"
+        assert rungs[3].open_context.__self__._trainer.__self__ is one

@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 def entries(module, batch, **how):
     """Title -> entry."""
-    found = advise(module, batch, optimizer=torch.optim.AdamW, **how)
+    found = advise(module, batch, optimizer=torch.optim.AdamW, device="cpu", **how)
     return found, {entry.title: entry for entry in found.entries}
 
 
@@ -194,6 +194,18 @@ def test_only_what_saves_a_hundredth_is_shown_and_exact_advice_comes_first():
     assert effects == sorted(effects)
     assert all(entry.saved_bytes >= 0.01 * found.peak_bytes for entry in found.entries)
     assert all(entry.saved_bytes == found.peak_bytes - entry.peak_bytes for entry in found.entries)
+
+
+def test_on_a_gpu_the_optimizer_s_copies_are_seen():
+    """The multi-tensor optimizer of CUDA holds a copy of all gradients; the CPU's does not."""
+    model, batch = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), torch.zeros(2, 256)
+    title = "an optimizer without copies of all gradients"
+
+    on_gpu = advise(model, batch, optimizer=torch.optim.AdamW, device="cuda")
+    on_host, _ = entries(model, batch)
+
+    assert title in [entry.title for entry in on_gpu.entries]
+    assert title not in [entry.title for entry in on_host.entries]
 
 
 def test_advice_changes_nothing():

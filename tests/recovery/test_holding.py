@@ -134,7 +134,13 @@ def test_micro_batches_below_a_rung_do_not_count_as_plain_ones() -> None:
 def test_one_inexact_rung_makes_the_attempt_inexact() -> None:
     """Autocast after checkpointing is autocast."""
     checkpoint, _ = _rungs()
-    amp = HoldingRung("amp", contextlib.nullcontext, exact=False, before=[checkpoint])
+    amp = HoldingRung(
+        "amp",
+        contextlib.nullcontext,
+        unavailable=lambda: None,
+        exact=False,
+        before=[checkpoint],
+    )
 
     assert checkpoint.plan().exact
     assert not amp.plan().exact

@@ -155,3 +155,16 @@ def test_the_doctor_prints_facts_or_json(capsys, monkeypatch) -> None:
     shown = capsys.readouterr().out
     assert facts["versions"]["torch"] in shown
     assert "host" in shown
+
+
+def test_the_doctor_advises_on_a_model(capsys):
+    """Facts of the machine first; a model that cannot be run is one line."""
+    layer = ["torch.nn:TransformerEncoderLayer", "--init", '{"d_model": 32, "nhead": 2}']
+
+    main(["doctor", *layer, "--batch", "float32[64,16,32]"])
+
+    shown = capsys.readouterr().out
+    assert "A step needs " in shown
+    assert "accumulate" in shown
+    assert main(["doctor", *layer, "--batch", "float32[64,16,33]"]) == 2
+    assert capsys.readouterr().err.startswith("lightning-oom doctor: the training step cannot be")

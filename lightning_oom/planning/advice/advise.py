@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning_oom.errors import StepNotTracedError
@@ -11,12 +12,15 @@ from lightning_oom.planning.advice.record import Advice, AdviceList
 from lightning_oom.planning.advice.recounts import changes_to_count
 from lightning_oom.planning.advice.what_if import peak_if_scaled
 from lightning_oom.planning.fake_step import FakeStep
+from lightning_oom.planning.on_target import settings_on
+from lightning_oom.planning.target import parse_target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
+    from lightning_oom.planning.target import TargetDevice
     from lightning_oom.planning.trace import MemoryTrace
 
 __all__ = ["advise"]
@@ -32,6 +36,7 @@ def advise(
     precision: str | int | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    device: TargetDevice | torch.device | str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> AdviceList:
     """Say what would lower the peak of a module's training step, and by how much.
@@ -47,6 +52,8 @@ def advise(
         precision: As in ``Trainer(precision=...)``.
         loss: As for :class:`~lightning_oom.planning.fake_step.FakeStep`.
         optimizer: Makes the optimizer; ``None`` asks ``configure_optimizers``.
+        device: Whose operators are run, as for
+            :func:`~lightning_oom.planning.estimate.estimate_peak`.
         progress: Called with the title of each change before it is tried.
 
     Returns:
@@ -68,13 +75,16 @@ def advise(
         >>> any(entry.title == "checkpoint activations" for entry in found.entries)
         True
     """
+    target = parse_target(device, module)
     step = FakeStep(module, batch, loss=loss)
-    how: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
+    how = {**settings_on(target, precision), "optimizer": optimizer}
     watch = CopyWatch()
-    trace = step.run(**how, context=watch.watching, record_operators=True)
+    contexts = [watch.watching, *([how["context"]] if "context" in how else [])]
+    watched = {**how, "context": lambda clone: _entered(contexts, clone)}
+    trace = step.run(**watched, record_operators=True)
     copies = watch.lines(trace)
     candidates = [
-        *changes_to_try(module, trace, rows=step.rows, precision=precision),
+        *changes_to_try(module, trace, rows=step.rows, precision=precision, target=target),
         *changes_to_count(module, trace, copies),
     ]
     entries: list[Advice] = []
@@ -90,8 +100,16 @@ def advise(
         peak_bytes=trace.peak_bytes,
         peak_phase=trace.peak_phase,
         entries=tuple(_without_repeats(entries)),
-        substitutions=sum(substitution.count for substitution in trace.substitutions),
+        substitutions=sum(substitution.num_times for substitution in trace.substitutions),
     )
+
+
+@contextmanager
+def _entered(contexts: list[Callable[[Any], Any]], clone: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context(clone))
+        yield
 
 
 def _try(

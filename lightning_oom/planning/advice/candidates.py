@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_oom.planning.on_target import settings_on
 from lightning_oom.reduction.checkpointing import find_blocks, install
 from lightning_oom.reduction.drop_ins import replace_with_separable, tie_weights
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_oom.planning.advice.record import Effect
+    from lightning_oom.planning.target import TargetDevice
     from lightning_oom.planning.trace import MemoryTrace
 
 __all__ = ["Candidate", "changes_to_try"]
@@ -47,7 +49,12 @@ class Candidate:
 
 
 def changes_to_try(
-    module: nn.Module, trace: MemoryTrace, *, rows: int | None, precision: str | int | None
+    module: nn.Module,
+    trace: MemoryTrace,
+    *,
+    rows: int | None,
+    precision: str | int | None,
+    target: TargetDevice,
 ) -> Iterator[Candidate]:
     """Give the changes that can be made to a module by running it in another way.
 
@@ -56,6 +63,7 @@ def changes_to_try(
         trace: Of the plain step, with its operators.
         rows: Of the batch, ``None`` for unknown.
         precision: Of the trainer; ``None`` is 32-bit.
+        target: The device that the step is for.
     """
     yield Candidate(
         title="drop old gradients before the forward",
@@ -81,7 +89,14 @@ def changes_to_try(
             how='Trainer(precision="bf16-mixed"), or AMPSwitcher() when memory runs short',
             effect="other numbers",
             cost="weights, gradients and optimizer state stay 32-bit",
-            run={"precision": "bf16-mixed"},
+            run=settings_on(target, "bf16-mixed"),
+        )
+    if target.kernels == "cuda":
+        yield Candidate(
+            title="an optimizer without copies of all gradients",
+            how="fused=True, or foreach=False, in the optimizer's arguments",
+            effect="rounding",
+            run={"prepare_optimizers": None},
         )
     yield from _tying(module)
     yield from _separable(module)

@@ -13,7 +13,7 @@ import torch
 
 import lightning_oom
 from lightning_oom._torch import WatchingMode
-from lightning_oom.planning.answers import is_user_file, user_place
+from lightning_oom.planning.answers import is_user_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,11 +97,7 @@ class _Watching(WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COPIES:
-            caller = sys._getframe(1).f_code.co_filename  # noqa: SLF001 - the documented way to a frame
-            place = None if caller.startswith(_OURS) else user_place()
-            if place is not None and not is_user_file(place.rpartition(":")[0]):
-                place = None
-            self._seen.append((place, self._describe(func, args)))
+            self._seen.append((_own_line(), self._describe(func, args)))
         return func(*args, **(kwargs or {}))
 
     @staticmethod
@@ -109,3 +105,14 @@ class _Watching(WatchingMode):
         if func is _aten.clone.default and not args[0].is_contiguous():
             return "makes a tensor contiguous"
         return f"{_COPIES[func]} a tensor"
+
+
+def _own_line() -> str | None:
+    """Return ``file:line`` where the user's own code copies; ``None`` where a library does."""
+    frame = sys._getframe(2)  # noqa: SLF001 - the documented way to a frame
+    while frame.f_back is not None and is_user_file(frame.f_code.co_filename) is False:
+        if frame.f_code.co_filename.startswith(_OURS):
+            return None
+        frame = frame.f_back
+    name = frame.f_code.co_filename
+    return f"{name}:{frame.f_lineno}" if is_user_file(name) else None

@@ -1,0 +1,37 @@
+"""How a dry run is told to run what a target device would run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_oom.planning.kernels import cuda_autocast, cuda_choices, use_foreach
+from lightning_oom.planning.precision import parse_precision
+
+if TYPE_CHECKING:
+    from lightning_oom.planning.target import TargetDevice
+
+__all__ = ["settings_on"]
+
+
+def settings_on(target: TargetDevice, precision: str | int | None) -> dict[str, Any]:
+    """Return what :meth:`FakeStep.run <lightning_oom.planning.fake_step.FakeStep.run>` takes for it.
+
+    Args:
+        target: The device.
+        precision: As in ``Trainer(precision=...)``.
+
+    Example:
+        >>> from lightning_oom.planning.target import parse_target
+        >>> settings_on(parse_target("cpu"), "bf16-mixed")
+        {'precision': 'bf16-mixed'}
+        >>> sorted(settings_on(parse_target("cuda"), "bf16-mixed"))
+        ['autocast', 'context', 'precision', 'prepare_optimizers']
+    """
+    how: dict[str, Any] = {"precision": precision}
+    if target.kernels == "cuda":
+        how |= {"context": lambda _: cuda_choices(), "prepare_optimizers": use_foreach}
+        dtype = parse_precision(precision).autocast_dtype
+        if dtype is not None:
+            how["autocast"] = partial(cuda_autocast, dtype)
+    return how
