@@ -16,6 +16,7 @@ from lightning_oom.reduction.offload.streams import HostCopy
 from lightning_oom.testing import SimulatedGPU
 
 KIB = 2**10
+OFTEN = ("mlp", "cnn", "encoder", "lstm", "vit", "gpt2", "bert")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,13 @@ def on(device, data):
     return [batch.to(device) for batch in data]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in OFTEN else pytest.mark.slow)
+        for case in CASES  # the slow ones differ from these in their forward alone
+    ],
+)
 def test_training_is_the_same_to_the_bit(case, gpu) -> None:
     """Losses, weights, buffers and random numbers after three steps, the second accumulated."""
     data, tally = on(gpu, batches(case, 3)), OffloadTally()
