@@ -9,7 +9,7 @@ from fakes import TinyRegressor, batches_of
 from lightning.pytorch import Trainer
 
 from lightning_oom import OOMRecovery
-from lightning_oom._lightning.names import PRIVATE_NAMES, missing_names
+from lightning_oom._lightning.names import ACCUMULATION_NAMES, PRIVATE_NAMES, missing_names
 from lightning_oom._lightning.support import reason_not_to_guard
 from lightning_oom.errors import RecoveryDisabledWarning
 
@@ -32,6 +32,11 @@ def _fitted():
 def test_every_name_is_there():
     """The installed release has all of them, in the form that is used."""
     assert missing_names(*_fitted()) == []
+
+
+def test_every_name_of_accumulation_is_there():
+    """Looked for when windows are taken over."""
+    assert missing_names(*_fitted(), table=ACCUMULATION_NAMES) == []
 
 
 @pytest.mark.parametrize("place", PRIVATE_NAMES)

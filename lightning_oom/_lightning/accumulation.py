@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from lightning_oom._lightning.names import ACCUMULATION_NAMES, missing_names
 from lightning_oom._lightning.zero_first import runs_step_several_times
 from lightning_oom.undo import Undo, UndoStack, shadow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from lightning.pytorch import LightningModule, Trainer
@@ -27,16 +28,22 @@ def reason_not_to_accumulate(trainer: Trainer, module: LightningModule) -> str |
         trainer: The trainer, from ``setup`` on; optimizers are looked at once they are there.
         module: The module it trains.
     """
+    return next(_reasons(trainer, module), None)
+
+
+def _reasons(trainer: Trainer, module: LightningModule) -> Iterator[str]:
     if not module.automatic_optimization:
-        return f"{type(module).__name__} uses manual optimization and steps when it likes"
+        yield f"{type(module).__name__} uses manual optimization and steps when it likes"
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-        return f"{type(trainer.strategy).__name__} does not leave whole gradients on each device"
+        yield f"{type(trainer.strategy).__name__} does not leave whole gradients on each device"
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return "training_step fetches its own batches, whose rows are not known beforehand"
+        yield "training_step fetches its own batches, whose rows are not known beforehand"
     for optimizer in trainer.optimizers:
         if runs_step_several_times(optimizer):
-            return f"{type(optimizer).__name__} runs the training step several times an update"
-    return None
+            yield f"{type(optimizer).__name__} runs the training step several times an update"
+    missing = missing_names(trainer, module, table=ACCUMULATION_NAMES)
+    if missing:
+        yield "this Lightning release has moved what it relies on: " + ", ".join(missing)
 
 
 def has_scheduler(trainer: Trainer) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["PRECISION_NAMES", "PRIVATE_NAMES", "missing_names"]
+__all__ = ["ACCUMULATION_NAMES", "PRECISION_NAMES", "PRIVATE_NAMES", "missing_names"]
 
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     # where it is -> name, or "name(parameters)" where the form matters
@@ -52,6 +52,21 @@ PRECISION_NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """The same for a switch of precision, which looks at a plain 32-bit plugin."""
+
+ACCUMULATION_NAMES: dict[str, tuple[str, ...]] = {
+    "trainer.fit_loop": ("_combined_loader", "setup_data"),
+    "trainer.fit_loop.epoch_loop": (
+        "_accumulated_batches_reached",
+        "_should_accumulate",
+        "batch_progress.current.ready",
+    ),
+    "trainer.fit_loop.epoch_loop.automatic_optimization": (
+        "_make_zero_grad_fn(batch_idx, optimizer)",
+        "_skip_backward",
+    ),
+    "trainer.strategy": ("backward", "reduce"),
+}
+"""The same for accumulation windows."""
 
 
 def missing_names(
