@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Candidate", "changes_to_try"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_ATTENTION = "_attn_implementation"
+"""Where transformers keeps which attention a model runs."""
 _SMALLEST_CONVOLUTION = 1 << 16
 """Weights below which a convolution is not worth replacing."""
 
@@ -154,7 +156,7 @@ def _attention(module: nn.Module) -> Iterator[Candidate]:
     found = [
         path
         for path, part in module.named_modules()
-        if getattr(getattr(part, "config", None), "_attn_implementation", None) == "eager"
+        if getattr(getattr(part, "config", None), _ATTENTION, None) == "eager"
     ]
     if not found:
         return
@@ -162,7 +164,7 @@ def _attention(module: nn.Module) -> Iterator[Candidate]:
     def switch(clone: nn.Module) -> None:
         for path in found:
             part: Any = clone.get_submodule(path)
-            part.config = _Changed(part.config, _attn_implementation="sdpa")
+            part.config = _Changed(part.config, **{_ATTENTION: "sdpa"})
 
     yield Candidate(
         title="attention without its score matrix",

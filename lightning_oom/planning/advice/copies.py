@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import lightning_oom
 from lightning_oom._torch import WatchingMode
 from lightning_oom.planning.answers import is_user_file
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyWatch", "CopyingLine"]
 
-_OURS = str(Path(lightning_oom.__file__).parent)
+_OURS = str(Path(__file__).parents[2])
 _aten = torch.ops.aten
 _COPIES = {
     _aten.clone.default: "copies",
@@ -109,10 +108,13 @@ class _Watching(WatchingMode):
 
 def _own_line() -> str | None:
     """Return ``file:line`` where the user's own code copies; ``None`` where a library does."""
-    frame = sys._getframe(2)  # noqa: SLF001 - the documented way to a frame
-    while frame.f_back is not None and is_user_file(frame.f_code.co_filename) is False:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    while frame is not None and is_user_file(frame.f_code.co_filename) is False:
         if frame.f_code.co_filename.startswith(_OURS):
             return None
         frame = frame.f_back
-    name = frame.f_code.co_filename
-    return f"{name}:{frame.f_lineno}" if is_user_file(name) else None
+    if frame is None or not is_user_file(frame.f_code.co_filename):
+        return None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
