@@ -63,6 +63,7 @@ class RecoveryOptions:
     log_merge: dict[str, str] = field(default_factory=dict)
     skip: bool = False
     split_inseparable: bool = False
+    early_zero_grad: bool = True
     max_rows: int | None = None
 
 
@@ -160,7 +161,8 @@ class RecoverySession:
             warn=self.warn,
         )
         self._structure.follow(setup.look_again)
-        setup.zero_first = self.knowledge.zero_first and setup.may_zero_first
+        wanted = options.early_zero_grad or self.knowledge.zero_first
+        setup.zero_first = wanted and setup.may_zero_first
         guarded = self._guarded_step(options.ladder, self.knowledge.training)
 
         def run(program: TrainProgram) -> Any:
@@ -168,7 +170,8 @@ class RecoverySession:
                 return program.run_plain()
             self._follow_precision()
             result = guarded.run(program)
-            self.knowledge.zero_first = setup.zero_first
+            if not options.early_zero_grad:
+                self.knowledge.zero_first = setup.zero_first
             return result
 
         self._undos.push(install_closures(setup, run))

@@ -96,6 +96,9 @@ class OOMRecovery(Callback):
         max_rows: Most rows that run together from the first step on, at least 1; ``None`` for as
             many as fit.
         margin: Fraction of the device, in [0, 1), kept free when rows are predicted.
+        early_zero_grad: Drop the last step's gradients before the forward, which is bit-equal and
+            lowers the peak, where nothing may look at them; see
+            :class:`~lightning_oom.EarlyZeroGrad`. ``False`` does so only once it has helped.
         verbose: Print one line per batch that ran out of memory and a summary at the end.
 
     Attributes:
@@ -147,6 +150,7 @@ class OOMRecovery(Callback):
         on_inseparable: Literal["raise", "split"] = "raise",
         max_rows: int | None = None,
         margin: float = 0.05,
+        early_zero_grad: bool = True,
         verbose: bool = True,
     ) -> None:
         _check_choice("on_unrecoverable", on_unrecoverable, ("raise", "skip"))
@@ -174,6 +178,7 @@ class OOMRecovery(Callback):
             log_merge=dict(log_merge or {}),
             skip=on_unrecoverable == "skip",
             split_inseparable=on_inseparable == "split",
+            early_zero_grad=early_zero_grad,
             max_rows=max_rows,
         )
         self._knowledge = Knowledge(margin_fraction=margin)
