@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from lightning_oom.recovery.snapshot import (
     Structure,
 )
 from lightning_oom.recovery.step import GuardedStep
-from lightning_oom.undo import UndoStack
+from lightning_oom.undo import Undo, UndoStack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,11 +45,14 @@ if TYPE_CHECKING:
     from lightning_oom.memory import MemoryReading
     from lightning_oom.recovery.events import StepOutcome
     from lightning_oom.recovery.knowledge import Knowledge, RowsPolicies
+    from lightning_oom.recovery.opening import Opening
     from lightning_oom.recovery.plan import Failure
     from lightning_oom.recovery.snapshot.part import Part
-    from lightning_oom.undo import Undo
 
-__all__ = ["RecoveryOptions", "RecoverySession"]
+__all__ = ["RecoveryOptions", "RecoverySession", "session_of"]
+
+_GUARDING: weakref.WeakKeyDictionary[Trainer, RecoverySession] = weakref.WeakKeyDictionary()
+"""Trainers whose training steps are guarded, with the session that does it."""
 
 _MODULE_ATTRIBUTES_OF_LIGHTNING = ("_trainer", "_current_fx_name", "_fabric", "_hparams")
 
@@ -113,6 +117,7 @@ class RecoverySession:
         self._structure = Structure(module, [part.look_again for part in listing])
         self._parts: list[Part] = [self._structure, randomness, *listing]
         self._parts.append(CurrentLossScaler(trainer))
+        self._opening: Opening | None = None
         self._closing: Undo | None = None
         self._closed_plugin: Any = None
         self._transfer = Transfer(
@@ -127,6 +132,8 @@ class RecoverySession:
 
     def close(self) -> None:
         """Put every replaced object back."""
+        if _GUARDING.get(self.trainer) is self:
+            del _GUARDING[self.trainer]
         self._undos()
 
     # -- guards
@@ -164,6 +171,8 @@ class RecoverySession:
         wanted = options.early_zero_grad or self.knowledge.zero_first
         setup.zero_first = wanted and setup.may_zero_first
         guarded = self._guarded_step(options.ladder, self.knowledge.training)
+        self._opening = guarded.opening
+        _GUARDING[self.trainer] = self
 
         def run(program: TrainProgram) -> Any:
             if not self.is_wanted():
@@ -175,6 +184,18 @@ class RecoverySession:
             return result
 
         self._undos.push(install_closures(setup, run))
+
+    def limit_rows(self, max_rows: int) -> Undo:
+        """Run at most so many rows of a training batch together, until the undo."""
+        opening = self._opening
+        before = None if opening is None else opening.max_rows
+
+        def set_to(rows: int | None) -> None:
+            if opening is not None:
+                opening.max_rows = rows
+
+        set_to(max_rows if before is None else min(before, max_rows))
+        return Undo(lambda: set_to(before))
 
     def guard_optimizers(self) -> None:
         """Guard updates, clipping and unscaling, once the optimizers exist."""
@@ -267,3 +288,8 @@ class RecoverySession:
             return read_memory(self.device)
         except Exception:
             return None
+
+
+def session_of(trainer: Trainer) -> RecoverySession | None:
+    """Return the session that guards the training steps of a trainer, if one does."""
+    return _GUARDING.get(trainer)
