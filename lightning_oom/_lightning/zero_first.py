@@ -19,7 +19,7 @@ from lightning_oom.undo import Undo, shadow
 
 if TYPE_CHECKING:
     from collections import OrderedDict
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -115,6 +115,8 @@ def _zero_first_class(kind: type[Any]) -> type[Any]:
     """Return a kind of closure whose first act is to drop gradients."""
 
     class ZeroFirstClosure(kind):  # type: ignore[misc] # a class that is known at run time only
+        _zero_grad_fn: Callable[[], None] | None
+
         @torch.enable_grad()
         def closure(self, *args: Any, **kwargs: Any) -> Any:
             zero_grad, self._zero_grad_fn = self._zero_grad_fn, None

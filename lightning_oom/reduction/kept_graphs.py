@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -142,10 +143,13 @@ class KeptTensors:
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
-        if key not in MODULE_INTERNALS and isinstance(
-            value, (torch.Tensor, list, dict, tuple, deque)
-        ):
+        if _may_hold_tensors(type(value)) and key not in MODULE_INTERNALS:
             yield key, value
+
+
+@lru_cache(maxsize=1024)
+def _may_hold_tensors(kind: type) -> bool:
+    return issubclass(kind, (torch.Tensor, list, dict, tuple, deque))
 
 
 def _is_container(value: Any) -> bool:
