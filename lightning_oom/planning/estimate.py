@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_oom.errors import StepNotTracedError, add_note
 from lightning_oom.planning.fake_step import FakeStep
 from lightning_oom.planning.interval import ERRORS
-from lightning_oom.planning.kernels import cuda_autocast, cuda_choices, use_foreach
+from lightning_oom.planning.on_target import settings_on
 from lightning_oom.planning.precision import parse_precision
 from lightning_oom.planning.real_step import measure_rows
 from lightning_oom.planning.replay import fits_into, replay_trace
@@ -74,15 +74,15 @@ class MemoryEstimate:
 
     @property
     def bytes_per_row(self) -> float | None:
-        """What one more row adds to the reserved bytes here; ``None`` where rows cannot change.
+        """What one more row adds to the allocated bytes here; ``None`` where rows cannot change.
 
-        Taken over 25 % more rows, for the allocator reserves in steps.
+        Taken over a quarter more rows, for blocks are rounded.
         """
         if self._at is None or self.rows is None:
             return None
         more = max(self.rows // 4, 1)
         larger = self._at.replay(self.rows + more)
-        return (larger.reserved_bytes - self.reserved_bytes) / more
+        return (larger.allocated_bytes - self.allocated_bytes) / more
 
     def interval(self, coverage: float = 0.9) -> tuple[int, int]:
         """Return bounds that hold the measured total with a probability.
@@ -281,13 +281,7 @@ def estimate_trace(
 
 
 def _fake_run(step: FakeStep, target: TargetDevice, precision: Any, **how: Any) -> MemoryTrace:
-    if target.kernels == "cuda":
-        dtype = parse_precision(precision).autocast_dtype
-        how.setdefault("context", lambda _: cuda_choices())
-        how.setdefault("prepare_optimizers", use_foreach)
-        if dtype is not None:
-            how.setdefault("autocast", partial(cuda_autocast, dtype))
-    return step.run(precision=precision, record_operators=True, **how)
+    return step.run(record_operators=True, **(settings_on(target, precision) | how))
 
 
 def _estimate_rows(

@@ -78,12 +78,17 @@ _TO_FLOAT32 = (
 
 
 @contextmanager
-def cuda_choices() -> Iterator[None]:
-    """Let fake CPU tensors take CUDA's attention and dropout until the context ends.
+def cuda_choices(*, attention: bool = True) -> Iterator[None]:
+    """Let fake CPU tensors take CUDA's dropout and attention until the context ends.
 
     Estimates in several threads wait for each other here.
+
+    Args:
+        attention: Without it, attention stays that of the CPU, as on the simulated GPU.
     """
-    kernels = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
+    kernels: dict[str, Callable[..., Any]] = {"dropout": _dropout}
+    if attention:
+        kernels["scaled_dot_product_attention"] = _attention
     with _LOCK, registered_kernels(kernels, "AutogradCPU"):
         yield
 

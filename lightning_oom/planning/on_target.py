@@ -29,9 +29,11 @@ def settings_on(target: TargetDevice, precision: str | int | None) -> dict[str, 
         ['autocast', 'context', 'precision', 'prepare_optimizers']
     """
     how: dict[str, Any] = {"precision": precision}
-    if target.kernels == "cuda":
-        how |= {"context": lambda _: cuda_choices(), "prepare_optimizers": use_foreach}
+    if target.kernels != "host":
+        is_cuda = target.kernels == "cuda"
+        how["context"] = lambda _: cuda_choices(attention=is_cuda)
+        how["prepare_optimizers"] = use_foreach
         dtype = parse_precision(precision).autocast_dtype
-        if dtype is not None:
+        if is_cuda and dtype is not None:
             how["autocast"] = partial(cuda_autocast, dtype)
     return how

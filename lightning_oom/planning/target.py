@@ -19,7 +19,8 @@ class TargetDevice:
     Attributes:
         name: As people call it.
         kernels: ``"cuda"`` takes the operators that torch runs on CUDA, with their workspaces;
-            ``"host"`` those of the CPU, as the simulated GPU does.
+            ``"simgpu"`` those of the simulated GPU, which has the CPU's attention and no workspaces;
+            ``"host"`` those of the CPU.
         context_bytes: Memory of the process outside the caching allocator: the CUDA context, loaded
             kernels, handles. ``None`` for unknown. It depends on the driver and on how much code is
             loaded (``CUDA_MODULE_LOADING``) more than on the device.
@@ -35,7 +36,7 @@ class TargetDevice:
     """
 
     name: str
-    kernels: Literal["cuda", "host"] = "cuda"
+    kernels: Literal["cuda", "simgpu", "host"] = "cuda"
     context_bytes: int | None = None
     matmul_workspace_bytes: int = 8 * MIB + 128 * 1024
     benchmarks_convolutions: bool | None = None
@@ -65,7 +66,8 @@ TARGETS = {
         TargetDevice(
             name="h200", context_bytes=600 * MIB, matmul_workspace_bytes=_HOPPER_WORKSPACE_BYTES
         ),
-        TargetDevice(name="host", kernels="host", matmul_workspace_bytes=0),
+        TargetDevice(name="simgpu", kernels="simgpu", context_bytes=0),
+        TargetDevice(name="host", kernels="host"),
     )
 }
 """Devices by name. The contexts are round figures for a lazily loading CUDA 12 or later."""
@@ -102,7 +104,9 @@ def parse_target(
     except RuntimeError as error:
         known = ", ".join(sorted(TARGETS))
         raise ValueError(f"device is a torch device or one of {known}, got {device!r}") from error
-    return _present(device) if device.type == "cuda" else TARGETS["host"]
+    if device.type == "cuda":
+        return _present(device)
+    return TARGETS.get(device.type, TARGETS["host"])
 
 
 def _present(device: torch.device) -> TargetDevice:
