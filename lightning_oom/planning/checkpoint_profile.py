@@ -207,7 +207,7 @@ def _segments(trace: MemoryTrace, paths: Sequence[str]) -> list[_Segment]:
     live_bytes = 0
     for event in trace.events:
         before, live_bytes = live_bytes, live_bytes + event.num_bytes
-        if event.step != last_step or event.num_bytes <= 0:
+        if event.step != last_step or event.num_bytes <= 0 or event.phase == "before":
             continue
         block = find(event.module)
         if not segments or (segments[-1].phase, segments[-1].block) != (event.phase, block):

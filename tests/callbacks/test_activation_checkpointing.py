@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from fakes import RowLimit, TinyRegressor, batches_of
 from fits import end_state, fit, quiet, recovery, weights
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningCLI
 from states import compare
 from torch import nn
 
@@ -91,6 +94,7 @@ def test_a_fit_with_validation_and_a_second_fit() -> None:
         assert patched(model) == []
 
 
+@pytest.mark.slow
 def test_beside_the_recovery() -> None:
     """A batch that runs out of memory in a checkpointed model is split as ever."""
 
@@ -288,6 +292,57 @@ def test_a_step_that_cannot_be_simulated_checkpoints_everything() -> None:
     with pytest.warns(CheckpointingWarning, match="no choice can be simulated: the training step"):
         fit(Numpy, batches_of([8]), callback)
     assert len(callback.paths) == 3
+
+
+CONFIG = """
+seed_everything: 3
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: lightning_oom.ActivationCheckpointing
+      init_args:
+        modules: {modules}
+        budget: {budget}
+        verbose: false
+"""
+
+
+class Rows(LightningDataModule):
+    """One batch."""
+
+    def train_dataloader(self):
+        """The batch."""
+        return batches_of([4])
+
+
+@pytest.mark.parametrize(
+    ("modules", "budget", "expected"),
+    [
+        ("auto", "null", ("body.0", "body.1", "body.2")),
+        ("[body.0, Linear]", "null", ("body.0", "body.1.wide", "body.1.narrow")),
+        ("[Wide]", "10 GiB", ()),
+        ("auto", "0.9", ()),
+    ],
+)
+def test_a_yaml_file_builds_and_runs_the_callback(
+    tmp_path, monkeypatch, modules, budget, expected
+) -> None:
+    """Names and budgets as plain values."""
+    config = tmp_path / "fit.yaml"
+    config.write_text(CONFIG.format(modules=modules, budget=budget))
+    monkeypatch.setattr(sys, "argv", ["train"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of LightningCLI itself
+
+    cli = LightningCLI(Deep, Rows, args=["fit", "--config", str(config)], save_config_callback=None)
+
+    (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, ActivationCheckpointing)]
+    assert callback.paths[: len(expected)] == expected
+    assert bool(callback.paths) == bool(expected)
 
 
 def test_a_plan_is_plain_data() -> None:

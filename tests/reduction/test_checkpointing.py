@@ -310,6 +310,7 @@ def cache_of(output):
     return output.get("cache", output.get("past_key_values"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_is_checkpointed() -> None:
     """Compiled above the patch: the numbers of the plain compiled model."""

@@ -62,6 +62,7 @@ def train(rank: int, port: int) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ddp_ends_with_the_same_bits() -> None:
     """With unused parameters, a static graph and bucket views too; BatchNorm's buffers included."""

@@ -20,7 +20,7 @@ _UNCALLABLE = (nn.ModuleList, nn.ModuleDict)
 _COMPILED = "_orig_mod"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Block:
     """One module that can be checkpointed as a whole.
 

@@ -14,6 +14,7 @@ from lightning_oom.reduction.checkpointing.buffers import BufferGuard, BufferVal
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from torch import nn
 
@@ -136,5 +137,10 @@ class _Recomputing:
             stack.enter_context(self._meter.recomputing(self._path))
         self._entered.append(stack)
 
-    def __exit__(self, *details: object) -> bool | None:
-        return self._entered.pop().__exit__(*details)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)
