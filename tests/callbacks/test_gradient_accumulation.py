@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accumulation_cases import CASES, TOLERANCE, accumulate, rows_of, run
 from fakes import TinyRegressor
-from fits import AtBatch, end_state, fit, quiet, recovery, weights
+from fits import AtBatch, end_state, fit, quiet, weights
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from states import compare
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_oom import EarlyZeroGrad, GradientAccumulation
+from lightning_oom import GradientAccumulation
 from lightning_oom.errors import BatchSplitError
-from lightning_oom.testing import fail_at
-
-TOLERANCE = 2e-6
-"""Relative to the largest weight: float32 sums in another order, a few steps of SGD."""
-
-
-def rows_of(*sizes):
-    """The same rows whatever the sizes of the batches are."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(64, 8, generator=generator)[: sum(sizes)]
-    y = x.sum(-1) + x[:, 0].sin()
-    batches = list(zip(x.split(list(sizes)), y.split(list(sizes)), strict=True))
-    return DataLoader(batches, batch_size=None)
-
-
-def accumulate(rows, **options):
-    """The callback under test, silent."""
-    return GradientAccumulation(effective_batch_size=rows, verbose=False, **options)
-
-
-def run(sizes, *callbacks, make=TinyRegressor, **options):
-    """Train two epochs over these batches."""
-    return fit(make, rows_of(*sizes), *callbacks, **{"max_epochs": 2, **options})[0]
 
 
 def scaled():
@@ -60,17 +38,6 @@ class Watching(Callback):
         """Note the gradient, which others clip or log here."""
         parts = [p.grad.flatten() for p in pl_module.parameters()]
         self.norms.append(float(torch.cat(parts).norm()))
-
-
-CASES = {
-    "equal": ([4] * 6, 8, [8, 8, 8]),
-    "last window": ([4] * 5, 8, [8, 8, 4]),
-    "last batch": ([4, 4, 4, 3], 8, [8, 7]),
-    "ragged": ([4, 3, 2, 5, 1, 6, 2], 9, [9, 12, 2]),
-    "growing": ([2] * 4 + [4] * 3, 8, [8, 8, 4]),
-    "one batch": ([8, 8, 3], 8, [8, 8, 3]),
-    "larger batches": ([12, 5], 4, [12, 5]),
-}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -220,108 +187,6 @@ def test_a_batch_without_a_loss_counts_for_nothing() -> None:
     merged = [tuple(map(torch.cat, zip(first, second, strict=True))), third]
     plain, _ = fit(TinyRegressor, DataLoader(merged, batch_size=None), max_epochs=2)
 
-    assert (
-        compare(
-            weights(plain.lightning_module), weights(ours.lightning_module), tolerance=TOLERANCE
-        )
-        == []
-    )
-
-
-@pytest.mark.parametrize("first", ["recovery", "accumulation"])
-def test_it_goes_with_a_recovery_that_splits(first) -> None:
-    """A batch of a window is split, the weights stay those of its rows; in either order."""
-    guard = recovery(ladder=["split"])
-    callbacks = [guard, accumulate(9)]
-    if first == "accumulation":
-        callbacks.reverse()
-    sizes, _, merged = CASES["ragged"]
-    ours = run(sizes, *callbacks, EarlyZeroGrad(), make=lambda: TinyRegressor(fits_rows=3))
-    plain = run(merged)
-
-    assert guard.summary.num_recovered > 0
-    assert ours.global_step == plain.global_step
-    assert (
-        compare(
-            weights(plain.lightning_module), weights(ours.lightning_module), tolerance=TOLERANCE
-        )
-        == []
-    )
-
-
-@pytest.mark.parametrize("share", [3, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_failure_anywhere_in_a_window_counts_nothing_twice(share) -> None:
-    """Allocations of a corrected window in turn: in forwards, and in a half finished backward."""
-    plain = run([9, 6], max_epochs=1)
-    counting = fail_at((), step=0)
-    run([4, 3, 2, 5, 1], accumulate(9), counting, max_epochs=1)
-    for number in range(2, counting.count, max(1, counting.count // share)):
-        guard, fault = recovery(ladder=["release"]), fail_at(number, step=0)
-        ours = run([4, 3, 2, 5, 1], accumulate(9), guard, fault, max_epochs=1)
-
-        assert fault.raised == 1
-        assert (
-            compare(
-                weights(plain.lightning_module), weights(ours.lightning_module), tolerance=TOLERANCE
-            )
-            == []
-        ), number
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
-def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_it_was(tmp_path) -> None:
-    """From the end of a window: the same weights, steps and rows logged as without the break."""
-    sizes = [4, 3, 2, 5, 1, 6, 2]
-    whole = run(sizes, accumulate(9))
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    run(sizes, accumulate(9), saver, enable_checkpointing=True, max_steps=1, max_epochs=None)
-    model = TinyRegressor()
-    trainer = quiet(accumulate(9), max_epochs=2)
-
-    class Resumable(DataLoader):
-        """Lightning skips nothing on resume: the loader does, once."""
-
-        skip = 3
-
-        def __iter__(self):
-            batches = list(super().__iter__())[self.skip :]
-            self.skip = 0
-            return iter(batches)
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state) -> None:
-            pass
-
-    loader = Resumable(rows_of(*sizes).dataset, batch_size=None)
-    trainer.fit(model, loader, ckpt_path=tmp_path / "step=1.ckpt", weights_only=False)
-
-    assert trainer.global_step == whole.global_step
-    assert compare(weights(whole.lightning_module), weights(model), tolerance=TOLERANCE) == []
-    assert [step for step, _ in trainer.logger.rows] == [step for step, _ in whole.logger.rows][1:]
-
-
-class PerRank(IterableDataset):
-    """Every rank's own share of the batches: 4, 1, 3 rows in one, 2, 5, 3 in the other."""
-
-    def __iter__(self):
-        """In the order of the ranks."""
-        batches = list(rows_of(4, 2, 1, 5, 3, 3).dataset)
-        return iter(batches[torch.distributed.get_rank() :: 2])
-
-
-@pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_ranks_that_differ_give_the_mean_over_all_rows() -> None:
-    """Two processes, batches of unequal length in both: the effective batch in one process."""
-    options = {"strategy": "ddp_fork", "devices": 2, "logger": False, "max_epochs": 2}
-    loader = DataLoader(PerRank(), batch_size=None)
-    ours, _ = fit(TinyRegressor, loader, accumulate(12), **options)
-    plain = run([12, 6], logger=False)
-
-    assert plain.global_step == 4
     assert (
         compare(
             weights(plain.lightning_module), weights(ours.lightning_module), tolerance=TOLERANCE
