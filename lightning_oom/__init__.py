@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from lightning_oom.callbacks.inplace_activations import InplaceActivations
     from lightning_oom.callbacks.memory_advisor import MemoryAdvisor
     from lightning_oom.callbacks.memory_monitor import MemoryMonitor
+    from lightning_oom.callbacks.memory_planner import MemoryPlanner
     from lightning_oom.callbacks.memory_profiler import MemoryProfiler
     from lightning_oom.callbacks.no_grad_enforcer import NoGradEnforcer
     from lightning_oom.callbacks.oom_recovery import OOMRecovery
     from lightning_oom.callbacks.oom_reporter import OOMReporter
     from lightning_oom.memory import MemoryReading, read_memory
     from lightning_oom.memory.step_memory import StepMemory
+    from lightning_oom.planning.memory_plan import MemoryPlan, plan_memory
     from lightning_oom.recovery.classify import OOMCause, classify_oom
     from lightning_oom.recovery.events import RecoverySummary, StepOutcome
     from lightning_oom.reduction.drop_ins import (
@@ -46,6 +48,8 @@ __all__ = [
     "InplaceActivations",
     "MemoryAdvisor",
     "MemoryMonitor",
+    "MemoryPlan",
+    "MemoryPlanner",
     "MemoryProfiler",
     "MemoryReading",
     "NoGradEnforcer",
@@ -60,6 +64,7 @@ __all__ = [
     "chunked_cross_entropy",
     "classify_oom",
     "errors",
+    "plan_memory",
     "read_memory",
     "replace_with_separable",
     "testing",
@@ -76,6 +81,8 @@ _HOMES = {
     "InplaceActivations": "lightning_oom.callbacks.inplace_activations",
     "MemoryAdvisor": "lightning_oom.callbacks.memory_advisor",
     "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
+    "MemoryPlan": "lightning_oom.planning.memory_plan",
+    "MemoryPlanner": "lightning_oom.callbacks.memory_planner",
     "MemoryProfiler": "lightning_oom.callbacks.memory_profiler",
     "MemoryReading": "lightning_oom.memory",
     "NoGradEnforcer": "lightning_oom.callbacks.no_grad_enforcer",
@@ -89,6 +96,7 @@ _HOMES = {
     "chunked_cross_entropy": "lightning_oom.reduction.drop_ins",
     "allow_grad": "lightning_oom.reduction.grad_mode",
     "classify_oom": "lightning_oom.recovery.classify",
+    "plan_memory": "lightning_oom.planning.memory_plan",
     "read_memory": "lightning_oom.memory",
     "replace_with_separable": "lightning_oom.reduction.drop_ins",
     "tie_weights": "lightning_oom.reduction.drop_ins",

@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "look at the machine, and say what would lower the peak of a model",
     "estimate": "foresee the peak of a training step, without a GPU",
     "explain": "say why memory ran out, from a log, a report or a memory snapshot",
+    "plan": "choose settings with which a training step fits, and print them to paste",
 }
 """Verb to one-line help. ``lightning_oom.cli.<verb>`` holds ``add_arguments(parser)`` and
 ``run(arguments) -> exit status``, and is imported only when its verb is called."""
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
         >>> main([])  # doctest: +ELLIPSIS
-        usage: lightning-oom [-h] {demo,doctor,estimate,explain} ...
+        usage: lightning-oom [-h] {demo,doctor,estimate,explain,plan} ...
         <BLANKLINE>
         Survive, foresee and explain CUDA out of memory in PyTorch Lightning.
         ...
