@@ -20,7 +20,8 @@ def finished_batches(trainer: Trainer) -> int:
         trainer: Of any stage.
     """
     loop = trainer.fit_loop.epoch_loop
-    return int(getattr(loop, "_batches_that_stepped", trainer.global_step))
+    stepped = getattr(loop, "_batches_that_stepped", None)
+    return int(trainer.global_step if stepped is None else stepped)
 
 
 def describe_place(trainer: Trainer, stage: str) -> str:

@@ -182,12 +182,7 @@ class CachingAllocator:
             wanted = block.num_bytes
         block.state = LIVE
         block.requested_bytes = num_bytes
-        pool.num_live += 1
-        pool.num_allocations += 1
-        pool.requested_bytes += num_bytes
-        pool.total_allocated_bytes += wanted
-        live = pool.live_bytes = pool.live_bytes + wanted
-        pool.peak_live_bytes = max(pool.peak_live_bytes, live)
+        pool.count_allocation(num_bytes, wanted)
         allocated = self.allocated_bytes = self.allocated_bytes + wanted
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
         return block
@@ -204,11 +199,8 @@ class CachingAllocator:
         if block.state != LIVE:
             raise ValueError(f"only a live block can be freed, got {block!r}")
         pool = block.pool
-        num_bytes = block.num_bytes
-        pool.num_live -= 1
-        pool.requested_bytes -= block.requested_bytes
-        pool.live_bytes -= num_bytes
-        self.allocated_bytes -= num_bytes
+        pool.count_free(block)
+        self.allocated_bytes -= block.num_bytes
         self._merge_into_free(pool, block)
 
     def release_cached(self) -> int:
@@ -233,8 +225,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
         for pool in self.pools:
-            pool.peak_live_bytes = pool.live_bytes
-            pool.peak_reserved_bytes = pool.reserved_bytes
+            pool.reset_peak()
 
     def replay(self, trace: Iterable[tuple[Hashable, int | None]]) -> dict[Hashable, Block]:
         """Run a recorded history through the model.
@@ -380,8 +371,7 @@ class CachingAllocator:
         return self.limit_bytes is None or self.reserved_bytes + num_bytes <= self.limit_bytes
 
     def _change_reserved(self, pool: Pool, num_bytes: int) -> None:
-        pool.reserved_bytes += num_bytes
-        pool.peak_reserved_bytes = max(pool.peak_reserved_bytes, pool.reserved_bytes)
+        pool.count_reserved(num_bytes)
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 

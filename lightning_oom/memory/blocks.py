@@ -47,11 +47,17 @@ class Pool:
         "live_bytes",
         "num_allocations",
         "num_live",
+        "num_segments",
         "peak_live_bytes",
+        "peak_num_live",
+        "peak_num_segments",
+        "peak_requested_bytes",
         "peak_reserved_bytes",
         "requested_bytes",
         "reserved_bytes",
         "total_allocated_bytes",
+        "total_requested_bytes",
+        "total_reserved_bytes",
         "unmapped",
     )
 
@@ -61,13 +67,50 @@ class Pool:
         self.unmapped: list[tuple[int, Block]] = []  # by address; expandable segments only
         self.heads: dict[int, Block] = {}  # the first block of each segment, by address
         self.live_bytes = self.peak_live_bytes = self.total_allocated_bytes = 0
-        self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.num_live = self.num_allocations = self.requested_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = self.total_reserved_bytes = 0
+        self.num_live = self.peak_num_live = self.num_allocations = 0
+        self.requested_bytes = self.peak_requested_bytes = self.total_requested_bytes = 0
+        self.num_segments = self.peak_num_segments = 0  # ever provided; most at once
 
     @property
     def page_bytes(self) -> int:
         """The unit in which an expandable segment grows and shrinks."""
         return SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
+
+    def count_allocation(self, requested_bytes: int, num_bytes: int) -> None:
+        """Count one more live block."""
+        self.num_allocations += 1
+        self.total_requested_bytes += requested_bytes
+        self.total_allocated_bytes += num_bytes
+        live = self.num_live = self.num_live + 1
+        self.peak_num_live = max(self.peak_num_live, live)
+        requested = self.requested_bytes = self.requested_bytes + requested_bytes
+        self.peak_requested_bytes = max(self.peak_requested_bytes, requested)
+        held = self.live_bytes = self.live_bytes + num_bytes
+        self.peak_live_bytes = max(self.peak_live_bytes, held)
+
+    def count_free(self, block: Block) -> None:
+        """Count one live block less."""
+        self.num_live -= 1
+        self.requested_bytes -= block.requested_bytes
+        self.live_bytes -= block.num_bytes
+
+    def count_reserved(self, num_bytes: int) -> None:
+        """Count what the device has provided, or got back if below 0; called after the change."""
+        self.reserved_bytes += num_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        if num_bytes > 0:
+            self.num_segments += 1
+            self.total_reserved_bytes += num_bytes
+            self.peak_num_segments = max(self.peak_num_segments, len(self.heads))
+
+    def reset_peak(self) -> None:
+        """Let every peak start again from what is held now."""
+        self.peak_live_bytes = self.live_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_num_live = self.num_live
+        self.peak_num_segments = len(self.heads)
 
     def discard(self, block: Block) -> None:
         """Take ``block`` out of the free list."""

@@ -52,6 +52,8 @@ def collect_stats(allocator: CachingAllocator) -> dict[str, int]:
     for group, pools in groups:
         for name, value in _sum_pools(pools).items():
             family, _, metric = name.rpartition(".")
+            if group == "all" and metric == "peak":
+                continue  # two pools need not have theirs at the same moment
             stats[f"{family}.{group}.{metric}"] = value
     stats["allocated_bytes.all.peak"] = allocator.peak_allocated_bytes
     stats["active_bytes.all.peak"] = allocator.peak_allocated_bytes
@@ -75,15 +77,25 @@ def _sum_pools(pools: Iterable[Pool]) -> dict[str, int]:
             "active_bytes.allocated": pool.total_allocated_bytes,
             "active_bytes.freed": pool.total_allocated_bytes - pool.live_bytes,
             "requested_bytes.current": pool.requested_bytes,
+            "requested_bytes.peak": pool.peak_requested_bytes,
+            "requested_bytes.allocated": pool.total_requested_bytes,
+            "requested_bytes.freed": pool.total_requested_bytes - pool.requested_bytes,
             "allocation.current": pool.num_live,
+            "allocation.peak": pool.peak_num_live,
             "allocation.allocated": pool.num_allocations,
             "allocation.freed": pool.num_allocations - pool.num_live,
             "active.current": pool.num_live,
+            "active.peak": pool.peak_num_live,
             "active.allocated": pool.num_allocations,
             "active.freed": pool.num_allocations - pool.num_live,
             "reserved_bytes.current": pool.reserved_bytes,
             "reserved_bytes.peak": pool.peak_reserved_bytes,
+            "reserved_bytes.allocated": pool.total_reserved_bytes,
+            "reserved_bytes.freed": pool.total_reserved_bytes - pool.reserved_bytes,
             "segment.current": len(pool.heads),
+            "segment.peak": pool.peak_num_segments,
+            "segment.allocated": pool.num_segments,
+            "segment.freed": pool.num_segments - len(pool.heads),
             "inactive_split.current": len(split),
             "inactive_split_bytes.current": sum(split),
         }
