@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_oom.callbacks.oom_reporter import OOMReporter
     from lightning_oom.memory import MemoryReading, read_memory
     from lightning_oom.memory.step_memory import StepMemory
+    from lightning_oom.planning.estimate import MemoryEstimate, estimate_peak
     from lightning_oom.planning.memory_plan import MemoryPlan, plan_memory
     from lightning_oom.recovery.classify import OOMCause, classify_oom
     from lightning_oom.recovery.events import RecoverySummary, StepOutcome
@@ -47,6 +48,7 @@ __all__ = [
     "GradientAccumulation",
     "InplaceActivations",
     "MemoryAdvisor",
+    "MemoryEstimate",
     "MemoryMonitor",
     "MemoryPlan",
     "MemoryPlanner",
@@ -64,6 +66,7 @@ __all__ = [
     "chunked_cross_entropy",
     "classify_oom",
     "errors",
+    "estimate_peak",
     "plan_memory",
     "read_memory",
     "replace_with_separable",
@@ -80,6 +83,7 @@ _HOMES = {
     "GradientAccumulation": "lightning_oom.callbacks.gradient_accumulation",
     "InplaceActivations": "lightning_oom.callbacks.inplace_activations",
     "MemoryAdvisor": "lightning_oom.callbacks.memory_advisor",
+    "MemoryEstimate": "lightning_oom.planning.estimate",
     "MemoryMonitor": "lightning_oom.callbacks.memory_monitor",
     "MemoryPlan": "lightning_oom.planning.memory_plan",
     "MemoryPlanner": "lightning_oom.callbacks.memory_planner",
@@ -97,6 +101,7 @@ _HOMES = {
     "allow_grad": "lightning_oom.reduction.grad_mode",
     "classify_oom": "lightning_oom.recovery.classify",
     "plan_memory": "lightning_oom.planning.memory_plan",
+    "estimate_peak": "lightning_oom.planning.estimate",
     "read_memory": "lightning_oom.memory",
     "replace_with_separable": "lightning_oom.reduction.drop_ins",
     "tie_weights": "lightning_oom.reduction.drop_ins",
