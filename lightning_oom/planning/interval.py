@@ -47,4 +47,21 @@ def _between(x: float, xs: list[float], ys: list[float]) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-ERRORS = ErrorDistribution([(0.0, 0.85), (0.05, 0.96), (0.5, 1.005), (0.95, 1.09), (1.0, 1.5)])
+ERRORS = ErrorDistribution(
+    [
+        (0.0, 0.9),
+        (0.01, 0.955),
+        (0.05, 0.973),
+        (0.1, 0.985),
+        (0.25, 0.998),
+        (0.5, 1.013),
+        (0.75, 1.027),
+        (0.9, 1.087),
+        (0.95, 1.109),
+        (0.99, 1.137),
+        (1.0, 1.6),
+    ]
+)
+"""Of 85 measurements of 17 image models on an A100, of one half of each family. The other half is
+what ``tests/benchmarks/estimate.py`` judges. Beyond the outermost quantiles, round figures: where
+cuDNN tries out algorithms, single runs were measured at several times the estimate."""

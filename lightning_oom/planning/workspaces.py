@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,14 +54,24 @@ def with_workspaces(trace: MemoryTrace, target: TargetDevice) -> TargetTrace:
     Returns:
         The trace of the target.
     """
+    events = _with_ordered_frees(trace.events)
     if target.kernels != "cuda":
-        return TargetTrace(replace(trace, operators=()), frozenset())
+        return TargetTrace(replace(trace, events=events, operators=()), frozenset())
     builder = _Builder(trace, target)
-    for event in trace.events:
+    for event in events:
         builder.add(event)
     builder.finish()
     events = tuple(builder.events)
     return TargetTrace(replace(trace, events=events, operators=()), frozenset(builder.releases))
+
+
+def _with_ordered_frees(events: tuple[MemoryEvent, ...]) -> tuple[MemoryEvent, ...]:
+    """Sort what is freed during one operator: autocast drops its casted weights in any order."""
+    ordered: list[MemoryEvent] = []
+    runs = groupby(events, key=lambda event: (event.num_bytes < 0, event.call, event.phase))
+    for (is_free, *_), run in runs:
+        ordered.extend(sorted(run, key=lambda event: event.storage) if is_free else run)
+    return tuple(ordered)
 
 
 class _Builder:

@@ -178,7 +178,7 @@ def brackets(options: argparse.Namespace) -> int:
     ]
     chosen = choose([line["model"] for line in lines], options.models)
     checks: list[tuple[str, str, int, list[bool]]] = []
-    contexts = range(600, 2600, 100)
+    contexts = range(800, 2400, 200)
     for line in lines:
         layout = "nhwc" if "nhwc" in line["source"] else "nchw"
         if line["model"] not in chosen or layout not in options.layouts:

@@ -90,3 +90,13 @@ def test_workspaces_lie_after_the_result_and_before_the_next_operator() -> None:
         "aten.convolution.default",
         "aten.relu.default",
     ]
+
+
+def test_the_order_in_which_autocast_drops_its_weights_does_not_matter() -> None:
+    """It goes by address, and would keep two traces from being compared."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(9)))
+    step = FakeStep(module, torch.zeros(4, 8))
+    how = {"precision": "bf16-mixed", "record_operators": True, "num_steps": 1}
+    traces = [with_workspaces(step.run(rows=rows, **how), CUDA).trace for rows in (4, 8, 16)]
+    order = [[event.storage for event in trace.events] for trace in traces]
+    assert order[0] == order[1] == order[2]
