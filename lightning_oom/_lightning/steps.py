@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -37,7 +37,7 @@ def describe_place(trainer: Trainer, stage: str) -> str:
     """
     if stage == "train":
         return f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}"
-    loop = {
+    loop: Any = {
         "validation": trainer.validate_loop,
         "test": trainer.test_loop,
         "predict": trainer.predict_loop,

@@ -143,7 +143,8 @@ class KeptTensors:
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
-        if _may_hold_tensors(type(value)) and key not in MODULE_INTERNALS:
+        kind: Any = type(value)
+        if _may_hold_tensors(kind) and key not in MODULE_INTERNALS:
             yield key, value
 
 

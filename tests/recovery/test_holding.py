@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from ladder_cases import oom_cause
 
 from lightning_oom.recovery.batches import BatchSignature
-from lightning_oom.recovery.classify import OOMCause
 from lightning_oom.recovery.holding import HoldingPolicy, HoldingRung, plan_again
 from lightning_oom.recovery.knowledge import Knowledge
 from lightning_oom.recovery.ladder import Ladder, ReleaseRung
@@ -38,21 +38,7 @@ def _trial(rows=8, *, separable=True, **changes):
 
 
 def _fail(trial, plan):
-    cause = OOMCause(
-        kind="device",
-        scope="device",
-        confidence="certain",
-        message="out of memory",
-        error_type="RuntimeError",
-        requested_bytes=None,
-        limit_bytes=None,
-        free_bytes=None,
-        allocated_bytes=None,
-        reserved_unallocated_bytes=None,
-        device=None,
-        recoverable=True,
-    )
-    trial.failures.append(Failure(plan=plan, cause=cause, phase="forward", seconds=0.0))
+    trial.failures.append(Failure(plan=plan, cause=oom_cause(), phase="forward", seconds=0.0))
 
 
 def _rungs(**unavailable):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from ladder_cases import oom_cause
 
 from lightning_oom.memory import MemoryReading
 from lightning_oom.recovery.chunked.chunk_gain import ChunkGain
-from lightning_oom.recovery.classify import OOMCause
 from lightning_oom.recovery.ladder import ChunkRung, Ladder, ReleaseRung, SplitRung
 from lightning_oom.recovery.plan import AttemptPlan, Failure, Trial
 from lightning_oom.recovery.separability import Separability
@@ -18,23 +18,6 @@ def _verdict(*, separable=True):
         largest_relative_difference=0.0 if separable else 0.5,
         parameter=None,
         reason="fine" if separable else "rows depend on each other",
-    )
-
-
-def _cause(confidence="certain", requested=None):
-    return OOMCause(
-        kind="device",
-        scope="device",
-        confidence=confidence,
-        message="out of memory",
-        error_type="RuntimeError",
-        requested_bytes=requested,
-        limit_bytes=None,
-        free_bytes=None,
-        allocated_bytes=None,
-        reserved_unallocated_bytes=None,
-        device=None,
-        recoverable=True,
     )
 
 
@@ -67,7 +50,7 @@ def _fail(trial, plan=None, *, cause=None, reading=None, garbage=None):
     trial.failures.append(
         Failure(
             plan=plan or AttemptPlan(),
-            cause=cause or _cause(),
+            cause=cause or oom_cause(),
             phase="forward",
             seconds=0.0,
             reading=reading,
@@ -149,7 +132,7 @@ def test_release_is_skipped_where_it_cannot_help():
     plans = _walk(
         Ladder([ReleaseRung()]),
         trial,
-        cause=_cause(requested=100),
+        cause=oom_cause(requested=100),
         reading=_reading(950, 1000),
         garbage=0,
     )
@@ -164,14 +147,14 @@ def test_release_is_skipped_where_it_cannot_help():
         {"garbage": 1},
         {"garbage": None},
         {"garbage": 0, "reading": None},
-        {"garbage": 0, "cause": _cause(requested=None)},
-        {"garbage": 0, "cause": _cause(requested=40)},
+        {"garbage": 0, "cause": oom_cause(requested=None)},
+        {"garbage": 0, "cause": oom_cause(requested=40)},
     ],
     ids=["freed", "unknown", "no_counters", "no_request", "fragmented"],
 )
 def test_release_is_tried_where_it_may_help(changes):
     """Freed garbage, unknown counters and fragmentation are reasons to try again."""
-    first = {"reading": _reading(950, 1000), "cause": _cause(requested=100), **changes}
+    first = {"reading": _reading(950, 1000), "cause": oom_cause(requested=100), **changes}
 
     assert _walk(Ladder([ReleaseRung()]), _trial(1), **first) == [("release", None)]
 
@@ -183,7 +166,7 @@ def test_dropping_old_gradients_is_a_reason_to_try_again():
     plans = _walk(
         Ladder([ReleaseRung()]),
         trial,
-        cause=_cause(requested=100),
+        cause=oom_cause(requested=100),
         reading=_reading(950, 1000),
         garbage=0,
     )
@@ -195,7 +178,7 @@ def test_an_ambiguous_error_gets_one_smaller_attempt():
     """A likely OOM is split once; when it comes back, the ladder ends."""
     trial = _trial(8)
 
-    plans = _walk(Ladder([ReleaseRung(), SplitRung()]), trial, cause=_cause("likely"))
+    plans = _walk(Ladder([ReleaseRung(), SplitRung()]), trial, cause=oom_cause("likely"))
 
     assert plans[:1] == [("split", 4)]
 
@@ -203,10 +186,10 @@ def test_an_ambiguous_error_gets_one_smaller_attempt():
 def test_an_ambiguous_error_that_comes_back_ends_the_ladder():
     """One more attempt, no second one."""
     trial = _trial(8)
-    _fail(trial, cause=_cause("likely"))
+    _fail(trial, cause=oom_cause("likely"))
     ladder = Ladder([ReleaseRung(), SplitRung()])
     plan = ladder.next_plan(trial)
-    _fail(trial, plan, cause=_cause("likely"))
+    _fail(trial, plan, cause=oom_cause("likely"))
 
     assert ladder.next_plan(trial) is None
     assert "ambiguous" in trial.declined["ladder"]
