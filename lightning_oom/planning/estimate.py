@@ -246,7 +246,7 @@ def estimate_peak(
         >>> estimate.peak_phase, estimate.allocated_bytes < estimate.reserved_bytes
         ('optimizer', True)
         >>> estimate.at_rows(100_000).peak_phase
-        'backward'
+        'forward'
     """
     target = parse_target(device, module)
     name = parse_precision(precision).name
