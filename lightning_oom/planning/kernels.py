@@ -27,7 +27,7 @@ from lightning_oom._torch.kernels import registered_kernels
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["cuda_autocast", "cuda_choices", "use_foreach"]
+__all__ = ["cuda_autocast", "cuda_autocast_rules", "cuda_choices", "use_foreach"]
 
 _LOCK = threading.RLock()
 _aten = torch.ops.aten
@@ -100,13 +100,24 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
     """
+    with cuda_autocast_rules(), torch.autocast("cpu", dtype=dtype):
+        yield
+
+
+@contextmanager
+def cuda_autocast_rules() -> Iterator[None]:
+    """Let autocast follow the rules of CUDA where it is on, until the context ends.
+
+    To be entered around a whole step: checkpointed blocks switch autocast on once more in the
+    backward, and must cast there what they cast in the forward.
+    """
     kernels: dict[str, Callable[..., Any]] = {
         name: make(_operator(name))
         for names, make in ((_IN_FLOAT32, _casting), (_TO_FLOAT32, _asking))
         for name in names
         if not has_kernel(_operator(name), "AutocastCPU")
     }
-    with _LOCK, registered_kernels(kernels, "AutocastCPU"), torch.autocast("cpu", dtype=dtype):
+    with _LOCK, registered_kernels(kernels, "AutocastCPU"):
         yield
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_oom.planning.kernels import cuda_autocast, cuda_choices, use_foreach
+from lightning_oom.planning.kernels import (
+    cuda_autocast,
+    cuda_autocast_rules,
+    cuda_choices,
+    use_foreach,
+)
 from lightning_oom.planning.precision import parse_precision
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lightning_oom.planning.target import TargetDevice
 
 __all__ = ["settings_on"]
@@ -31,9 +39,17 @@ def settings_on(target: TargetDevice, precision: str | int | None) -> dict[str, 
     how: dict[str, Any] = {"precision": precision}
     if target.kernels != "host":
         is_cuda = target.kernels == "cuda"
-        how["context"] = lambda _: cuda_choices(attention=is_cuda)
+        dtype = parse_precision(precision).autocast_dtype if is_cuda else None
+        how["context"] = partial(_choices, attention=is_cuda, autocast=dtype is not None)
         how["prepare_optimizers"] = use_foreach
-        dtype = parse_precision(precision).autocast_dtype
-        if is_cuda and dtype is not None:
+        if dtype is not None:
             how["autocast"] = partial(cuda_autocast, dtype)
     return how
+
+
+@contextmanager
+def _choices(_: Any, *, attention: bool, autocast: bool) -> Iterator[None]:
+    """Take what CUDA would take in the whole step; the backward recomputes checkpointed blocks."""
+    rules = cuda_autocast_rules() if autocast else nullcontext()
+    with cuda_choices(attention=attention), rules:
+        yield

@@ -9,6 +9,9 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from lightning_oom._torch.fake import fake_mode
 from lightning_oom.planning.fake_step import FakeStep
 from lightning_oom.planning.kernels import cuda_autocast, cuda_choices, use_foreach
+from lightning_oom.planning.on_target import settings_on
+from lightning_oom.planning.target import parse_target
+from lightning_oom.reduction.checkpointing import install
 
 
 class Attention(torch.nn.Module):
@@ -131,6 +134,27 @@ def test_autocast_leaves_no_trace() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = torch.ones(4, 8) @ torch.ones(8, 8)
         assert F.layer_norm(half, (8,)).dtype is torch.bfloat16
+
+
+def test_checkpointed_blocks_cast_the_same_in_the_backward() -> None:
+    """A power is computed in float32 on CUDA, in bfloat16 on the CPU: also in the recomputation."""
+
+    class Power(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x).pow(3.0))
+
+    module = torch.nn.Sequential(Power(), Power())
+    how = settings_on(parse_target("cuda"), "bf16-mixed")
+
+    trace = FakeStep(module, torch.zeros(4, 8)).run(
+        transform=lambda clone: install(clone, ["0", "1"]), optimizer=torch.optim.SGD, **how
+    )
+
+    assert trace.peak_bytes > 0
 
 
 def test_optimizers_step_in_groups_where_torch_would() -> None:
