@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_oom._lightning.precision import reason_not_to_switch, within_precision
 from lightning_oom.recovery.holding import HoldingRung
 from lightning_oom.recovery.ladder import ChunkRung, Ladder, ReleaseRung, Rung, SplitRung
-from lightning_oom.reduction.checkpointing import find_blocks, install
+from lightning_oom.reduction.checkpointing import find_blocks, install, is_checkpointed
 from lightning_oom.reduction.offload import offload_activations
 from lightning_oom.reduction.precision import choose_precision, find_unsafe_losses
 
@@ -90,10 +90,14 @@ class _Checkpoint:
             undo()
 
     def unavailable(self) -> str | None:
-        return None if self._paths() else "the module has no repeated blocks"
+        blocks = find_blocks(self._trainer().lightning_module)
+        if not blocks:
+            return "the module has no repeated blocks"
+        return None if self._paths() else "the blocks are checkpointed already"
 
     def _paths(self) -> list[str]:
-        return [block.path for block in find_blocks(self._trainer().lightning_module)]
+        blocks = find_blocks(self._trainer().lightning_module)
+        return [block.path for block in blocks if not is_checkpointed(block.module)]
 
 
 class _Offload:
@@ -109,8 +113,14 @@ class _Offload:
         return offload_activations(keep=[*module.parameters(), *module.buffers()])
 
     def unavailable(self) -> str | None:
-        device = self._trainer().strategy.root_device
-        return "the device is the host itself" if device.type == "cpu" else None
+        trainer = self._trainer()
+        if trainer.strategy.root_device.type == "cpu":
+            return "the device is the host itself"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined] # set by a connector
+            moves = getattr(callback, "moves_activations_of", None)
+            if moves is not None and moves(trainer):
+                return f"{type(callback).__name__} offloads activations already"
+        return None
 
 
 class _Amp:

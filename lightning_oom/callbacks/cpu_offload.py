@@ -247,6 +247,14 @@ class CPUOffload(Callback):
         self._num_steps += 1
         self._enter_phase(trainer, None)
 
+    def moves_activations_of(self, trainer: Trainer) -> bool:
+        """Say whether activations of the steps of a trainer are being offloaded by this callback.
+
+        Args:
+            trainer: The trainer that runs them.
+        """
+        return self.activations and trainer is self._trainer
+
     def _enter_phase(self, trainer: Trainer, phase: str | None) -> None:
         if self._peaks is not None and trainer is self._trainer:
             self._peaks.enter(phase)

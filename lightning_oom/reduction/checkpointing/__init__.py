@@ -13,7 +13,7 @@ from lightning_oom.reduction.checkpointing.blocks import (
     match_blocks,
 )
 from lightning_oom.reduction.checkpointing.forward import CheckpointedForward
-from lightning_oom.reduction.checkpointing.installation import install
+from lightning_oom.reduction.checkpointing.installation import install, is_checkpointed
 from lightning_oom.reduction.checkpointing.meter import CheckpointMeter
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "block_levels",
     "find_blocks",
     "install",
+    "is_checkpointed",
     "match_blocks",
 ]

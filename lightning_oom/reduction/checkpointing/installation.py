@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lightning_oom.reduction.checkpointing.meter import CheckpointMeter
 
-__all__ = ["install"]
+__all__ = ["install", "is_checkpointed"]
 
 _SWITCH = "gradient_checkpointing"
 _FUNCTION = f"_{_SWITCH}_func"
@@ -62,7 +62,7 @@ def install(root: nn.Module, paths: Iterable[str], *, meter: CheckpointMeter | N
     try:
         for path in dict.fromkeys(paths):
             module, around = root.get_submodule(path), list(_around(root, path))
-            if not _is_checkpointed(module):
+            if not _is_ours(module):
                 undo.push(_install_one(module, path, around, meter))
     except BaseException:
         undo()
@@ -96,7 +96,24 @@ def _install_one(
     return Undo(undo)
 
 
-def _is_checkpointed(module: nn.Module) -> bool:
+def is_checkpointed(module: nn.Module) -> bool:
+    """Say whether a module is checkpointed: by :func:`install`, or by its own switch.
+
+    Args:
+        module: The module itself, not what is inside or around it.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> undo = install(model, ["0"])
+        >>> [is_checkpointed(part) for part in model]
+        [True, False]
+        >>> undo()
+    """
+    return _is_ours(module) or (_has_switch(module) and getattr(module, _SWITCH, False) is True)
+
+
+def _is_ours(module: nn.Module) -> bool:
     own = vars(module)
     return any(
         isinstance(ours, (CheckpointedForward, CheckpointedLayerCall)) and ours.is_active
