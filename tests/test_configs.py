@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -28,6 +30,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*max_epochs. was not set"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
 ]
+
+
+class Blocks(BoringModel):
+    """A model with repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [
+            torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Dropout(0.1))
+            for _ in range(8)
+        ]
+        self.layer = torch.nn.Sequential(*[Repeated(block) for block in blocks], self.layer)
+
+
+class Repeated(torch.nn.Module):
+    """One of them."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what the inner module makes of ``x``."""
+        return x + self.inner(x)
 
 
 def test_there_are_configs() -> None:
@@ -57,7 +83,7 @@ def test_config_builds_and_runs(path, monkeypatch, tmp_path) -> None:
         []
         if "model" in config
         else [
-            "--model=lightning.pytorch.demos.boring_classes.BoringModel",
+            f"--model={__name__}.Blocks",
             "--trainer.accelerator=cpu",
             "--seed_everything=0",
         ]
@@ -74,6 +100,24 @@ def test_config_builds_and_runs(path, monkeypatch, tmp_path) -> None:
     assert [
         path.rpartition(".")[2] for path in wanted if path.rpartition(".")[2] not in built
     ] == []
+
+
+def test_the_config_for_a_small_gpu_changes_no_bit(monkeypatch, tmp_path) -> None:
+    """On a device with memory of its own: the weights of a plain run."""
+    pytest.importorskip("lightning_oom.testing.simgpu")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    options = [f"--model={__name__}.Blocks", "--seed_everything=0", *FAST]
+    options += ["--trainer.strategy=simgpu", "--trainer.limit_val_batches=1"]
+    config = next(path for path in CONFIGS if path.name == "fit_on_small_gpu.yaml")
+
+    ends = []
+    for more in [], [f"--config={config}"]:
+        trainer = LightningCLI(args=["fit", *options, *more], save_config_callback=None).trainer
+        state = trainer.lightning_module.state_dict()
+        ends.append({name: value.cpu() for name, value in state.items()})
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def leaves(tree):
