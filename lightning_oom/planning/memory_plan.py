@@ -46,7 +46,7 @@ class MemoryPlan:
         slowdown: Predicted time of a step over that of the plain one, less 1; at least 0.
         allocated_bytes: The most in live tensors, expected.
         peak_bytes: What the device has to hold, expected.
-        upper_bytes: The upper bound, which had to be in the limit.
+        upper_bytes: The upper bound of the interval and 20 MiB, which had to be in the limit.
         plain_peak_bytes: As ``peak_bytes``, of the step as it is.
         plain_upper_bytes: As ``upper_bytes``, of the step as it is.
         smallest_limit_bytes: What a device would have to hold for a plan with the allowed remedies;

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_oom.errors import StepNotTracedError
+from lightning_oom.memory.blocks import LARGE_SEGMENT_BYTES
 from lightning_oom.planning.estimate import estimate_peak
 from lightning_oom.planning.fake_step import FakeStep
 from lightning_oom.planning.light_batch import light_copy
@@ -42,7 +44,8 @@ class Candidate(NamedTuple):
         seconds: Predicted time of a step.
         allocated_bytes: The most in live tensors.
         peak_bytes: What the device has to hold, expected.
-        upper_bytes: The upper bound of its interval.
+        upper_bytes: The upper bound of its interval, and a segment of the allocator: what ran before,
+            such as a trial on a few rows, leaves other holes than a dry run.
         peak_phase: Where the most is allocated.
     """
 
@@ -121,6 +124,7 @@ class PlanSearch:
         self._choices: list[list[tuple[str, ...]]] | None = None
         self._estimates: dict[tuple[Remedies, int | None], tuple[MemoryEstimate, float]] = {}
         self._known: dict[Remedies, Candidate | None] = {}
+        self._moved_bytes: dict[tuple[str, ...], float] = {}
 
     def best(self, limit_bytes: int, allow: Iterable[str]) -> Candidate | None:
         """Return the fastest combination whose upper bound is not above a limit.
@@ -224,7 +228,8 @@ class PlanSearch:
         for level in choices:
             more = [replace(last, checkpointed=paths) for paths in level]
             yield [*start, *sorted(more, key=self._time.seconds)]
-        if "offload" in allow:
+        # Few rows have few storages that are worth moving: with all rows, or as a last resort.
+        if "offload" in allow and base.num_micro_batches in (1, self.micro_batches()[-1]):
             yield [replace(last, offload=True)]
             for level in choices:
                 yield [replace(last, offload=True, checkpointed=level[-1])]
@@ -240,7 +245,8 @@ class PlanSearch:
 
     def _reaches(self, line: list[Remedies], limit_bytes: int) -> bool:
         """Say whether a line with as few rows as it goes would fit; saves trying all the others."""
-        return self._fitting(self._furthest(line), limit_bytes) is not None
+        furthest = self.candidate(self._furthest(line))
+        return furthest is not None and furthest.upper_bytes - self._batch_bytes <= limit_bytes
 
     def _may_help(self, line: list[Remedies]) -> bool:
         """Leave out steps tensor by tensor where it is not the optimizer that sets the peak."""
@@ -252,7 +258,23 @@ class PlanSearch:
         return grouped is not None and grouped.peak_phase == "optimizer"
 
     def _least_seconds(self, line: list[Remedies]) -> float:
-        return self._time.seconds(line[0])
+        first = line[0]
+        is_known = first.offload and first.num_micro_batches == 1
+        return self._time.seconds(first, moved_bytes=self._moved(first) if is_known else 0)
+
+    def _moved(self, remedies: Remedies) -> float:
+        """Return what a forward over all rows moves to the host; 0 where that cannot be run."""
+        if remedies.checkpointed not in self._moved_bytes:
+            offload = self._dry_offload(self._batch)
+            options = Remedies(checkpointed=remedies.checkpointed).run_options(offload)
+            with suppress(StepNotTracedError):
+                self._run(**options)
+            moved_bytes = offload.moved_bytes / max(offload.num_forwards, 1)
+            self._moved_bytes[remedies.checkpointed] = moved_bytes
+        return self._moved_bytes[remedies.checkpointed]
+
+    def _dry_offload(self, batch: Any) -> DryOffload:
+        return DryOffload(batch=_tensors_in(batch), has_streams=self.target.kernels == "cuda")
 
     def _first_fitting(self, line: list[Remedies], limit_bytes: int) -> Candidate | None:
         best = self._fitting(line[-1], limit_bytes)
@@ -280,23 +302,25 @@ class PlanSearch:
             waiting = self._batch_bytes * (self.rows - rows) // self.rows
         return Candidate(
             remedies=remedies,
-            seconds=self._time.seconds(remedies, moved_bytes=moved_bytes),
+            seconds=self._time.seconds(remedies, moved_bytes=moved_bytes * parts),
             allocated_bytes=estimate.allocated_bytes + waiting,
             peak_bytes=estimate.total_bytes + waiting,
-            upper_bytes=estimate.interval(self.coverage)[1] + waiting,
+            upper_bytes=estimate.interval(self.coverage)[1] + waiting + LARGE_SEGMENT_BYTES,
             peak_phase=estimate.peak_phase,
         )
 
     def _estimate(self, remedies: Remedies, rows: int | None) -> tuple[MemoryEstimate, float]:
         """Estimate at some rows, from a run at all rows where that can be extended."""
         alike = replace(remedies, num_micro_batches=min(remedies.num_micro_batches, 2))
+        if remedies.offload:  # with fewer rows, fewer storages are large enough to be moved
+            return self._estimate_at(alike, rows)
         whole = self._estimate_at(alike, self.rows)
         if rows == self.rows or rows is None:
             return whole
         try:
-            return whole[0].at_rows(rows), whole[1]
+            return whole[0].at_rows(rows), 0.0
         except ValueError:
-            return self._estimate_at(alike, rows)[0], whole[1]
+            return self._estimate_at(alike, rows)
 
     def _estimate_at(self, remedies: Remedies, rows: int | None) -> tuple[MemoryEstimate, float]:
         key = remedies, rows
@@ -308,10 +332,7 @@ class PlanSearch:
         self, batch: Any, remedies: Remedies, rows: int | None
     ) -> tuple[MemoryEstimate, float]:
         """Return the estimate, and the bytes that one forward moves to the host."""
-        offload = None
-        if remedies.offload:
-            has_streams = self.target.kernels == "cuda"
-            offload = DryOffload(batch=_tensors_in(batch), has_streams=has_streams)
+        offload = self._dry_offload(batch) if remedies.offload else None
         self.num_dry_runs += 2
         estimate = estimate_peak(
             self._module,

@@ -155,26 +155,26 @@ def _conv(depth: int, norm: Callable[[int], nn.Module]) -> nn.Module:
 
 MODELS: dict[str, Callable[[], Planned]] = {
     "mlp": lambda: Planned(
-        Regress(*(Residual(64, 256) for _ in range(4))), _rows(4096, 64), 4096, _SGD
+        Regress(*(Residual(64, 256) for _ in range(4))), _rows(12288, 64), 12288, _SGD
     ),
     "wide mlp": lambda: Planned(
-        Regress(*(Residual(256, 1024) for _ in range(3))), _rows(2048, 256), 2048, _ADAM
+        Regress(*(Residual(256, 1024) for _ in range(3))), _rows(4096, 256), 4096, _ADAM
     ),
     "encoder": lambda: Planned(
         Regress(
             *(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(4)),
         ),
-        _rows(48, 64, 64),
-        48,
+        _rows(72, 64, 64),
+        72,
         _ADAM,
     ),
-    "language model": lambda: Planned(Language(2048, 64, 3), _ids(32, 64, 2048), 32, _ADAM),
+    "language model": lambda: Planned(Language(2048, 64, 3), _ids(56, 64, 2048), 56, _ADAM),
     "tied language model": lambda: Planned(
-        Language(8192, 64, 2, tied=True), _ids(16, 64, 8192), 16, _MOMENTUM
+        Language(8192, 64, 2, tied=True), _ids(24, 64, 8192), 24, _MOMENTUM
     ),
-    "cnn": lambda: Planned(_conv(4, _GROUP_NORM), _rows(32, 3, 32, 32), 32, _MOMENTUM),
+    "cnn": lambda: Planned(_conv(4, _GROUP_NORM), _rows(96, 3, 32, 32), 96, _MOMENTUM),
     "cnn with batch normalisation": lambda: Planned(
-        _conv(4, _BATCH_NORM), _rows(32, 3, 32, 32), 32, _MOMENTUM
+        _conv(4, _BATCH_NORM), _rows(96, 3, 32, 32), 96, _MOMENTUM
     ),
     "autoencoder": lambda: Planned(
         Regress(
@@ -184,20 +184,20 @@ MODELS: dict[str, Callable[[], Planned]] = {
             ConvBlock(32, _GROUP_NORM),
             nn.ConvTranspose2d(32, 3, 4, stride=2, padding=1),
         ),
-        _rows(32, 3, 48, 48),
-        32,
+        _rows(64, 3, 64, 64),
+        64,
         _ADAM,
     ),
-    "lstm": lambda: Planned(Recurrent(96), _rows(64, 24, 96), 64, _ADAM),
-    "factors": lambda: Planned(Factors(20_000, 64), _ids(512, 2, 20_000), 512, _ADAM),
+    "lstm": lambda: Planned(Recurrent(96), _rows(1536, 24, 96), 1536, _ADAM),
+    "factors": lambda: Planned(Factors(100_000, 64), _ids(512, 2, 100_000), 512, _ADAM),
     "linear": lambda: Planned(
         Regress(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1024)),
-        _rows(1024, 1024),
-        1024,
+        _rows(8192, 1024),
+        8192,
         _MOMENTUM,
     ),
     "deep and narrow": lambda: Planned(
-        Regress(*(Residual(32, 64) for _ in range(10))), _rows(4096, 32), 4096, _SGD
+        Regress(*(Residual(32, 64) for _ in range(10))), _rows(16384, 32), 16384, _SGD
     ),
 }
 """Name to a function that makes the module; its data are three batches."""
