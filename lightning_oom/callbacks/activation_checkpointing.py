@@ -72,8 +72,9 @@ class ActivationCheckpointing(Callback):
         simulation takes 4 to 8 simulated steps, each about as long as a step on the CPU with one row.
         The first step is measured, which slows its recomputations down. Not for models that are
         scripted or exported while training; under ``torch.compile``, blocks with buffers that may
-        change are refused. What a forward changes other than buffers (counters, caches, Python's
-        and numpy's random state) is changed twice.
+        change are refused, and with its backend ``"eager"`` the recomputation draws other dropout
+        masks, as it does with ``torch.utils.checkpoint``. What a forward changes other than buffers
+        (counters, caches, Python's and numpy's random state) is changed twice.
 
     Example:
         >>> import torch
