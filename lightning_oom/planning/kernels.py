@@ -6,6 +6,7 @@ it matters to memory, kernels for the CPU's dispatch keys are registered that ch
 - attention: flash or memory-efficient kernels, which keep queries, keys, values, the result and one
   number per row; the CPU builds the whole matrix where there is dropout;
 - dropout: one fused operator that keeps a mask of one byte per element;
+- LSTM layers: a fused cell per step, for oneDNN's workspace is not known to torch's fake kernel;
 - autocast: layer and group norms, softmax, powers and sums in float32, which CPU autocast leaves.
 
 Real tensors in other threads keep the kernels they have. Sources: ``aten/src/ATen/native/Dropout.cpp``,
@@ -23,6 +24,7 @@ import torch
 from lightning_oom._torch import has_kernel, without_autocast
 from lightning_oom._torch.fake import is_fake
 from lightning_oom._torch.kernels import registered_kernels
+from lightning_oom.planning.recurrent import lstm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,7 +88,7 @@ def cuda_choices(*, attention: bool = True) -> Iterator[None]:
     Args:
         attention: Without it, attention stays that of the CPU, as on the simulated GPU.
     """
-    kernels: dict[str, Callable[..., Any]] = {"dropout": _dropout}
+    kernels: dict[str, Callable[..., Any]] = {"dropout": _dropout, "lstm.input": lstm}
     if attention:
         kernels["scaled_dot_product_attention"] = _attention
     with _LOCK, registered_kernels(kernels, "AutogradCPU"):
