@@ -2,8 +2,8 @@
 
 Run ``python tests/benchmarks/idle_remedies.py``. Fits with and without a remedy take turns in one
 process; the time of a step is that of the processor between two ``on_train_batch_start``. Of each fit
-the median step counts, and of the fits the median difference of neighbours. The last column is the
-remedy's ``on_train_batch_end`` alone, where it has one: it can be told on a busy machine as well.
+the median step counts, and of the fits the median difference of neighbours; the second ratio is that
+of the least on both sides. The last column is the remedy's ``on_train_batch_end`` alone, where it has one: it can be told on a busy machine as well.
 """
 
 from __future__ import annotations
@@ -47,9 +47,49 @@ def on_simulated_gpu() -> dict[str, Any]:
     return {"strategy": SimulatedGPUStrategy("64 GiB"), "accelerator": "auto"}
 
 
+def early_zero_grad() -> Callback:
+    """Changes the order; there is nothing to wait for."""
+    from lightning_oom import EarlyZeroGrad
+
+    return EarlyZeroGrad(verbose=False)
+
+
+def enforcer() -> Callback:
+    """Looks at evaluation only; a step of training has none."""
+    from lightning_oom import NoGradEnforcer
+
+    return NoGradEnforcer(verbose=False)
+
+
+def accumulation() -> Callback:
+    """One batch is the whole window."""
+    from lightning_oom import GradientAccumulation
+
+    return GradientAccumulation(effective_batch_size=1, verbose=False)
+
+
+def offload_on_the_host() -> Callback:
+    """A run on the CPU has nowhere to offload to."""
+    from lightning_oom import CPUOffload
+
+    return CPUOffload(optimizer=True, verbose=False)
+
+
+def recovery() -> Callback:
+    """No OOM; the whole exact ladder ready."""
+    from lightning_oom import OOMRecovery
+
+    return OOMRecovery(verbose=False)
+
+
 REMEDIES: dict[str, tuple[Callable[[], Callback], Callable[[], dict[str, Any]]]] = {
     'AMPSwitcher(when="oom")': (amp_switcher_after_oom, dict),
     "AMPSwitcher(when=0.9)": (amp_switcher_by_fraction, on_simulated_gpu),
+    "EarlyZeroGrad": (early_zero_grad, dict),
+    "NoGradEnforcer": (enforcer, dict),
+    "GradientAccumulation": (accumulation, dict),
+    "CPUOffload": (offload_on_the_host, dict),
+    "OOMRecovery": (recovery, dict),
 }
 """Name -> what makes the callback, and the trainer's options in both kinds of fit."""
 
@@ -109,13 +149,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The cost of idle remedies.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="remedies whose name contains this")
+    parser.add_argument("--model", default="", help="models whose name contains this")
     options = parser.parse_args(arguments)
-    head = f"{'plain us':>9} {'cost us':>8} {'ratio':>7} {'hook us':>8}"
+    head = f"{'plain us':>9} {'cost us':>8} {'ratio':>7} {'of least':>8} {'hook us':>8}"
     print(f"{'remedy':<26} {'model':<8} {head}")
     for name, (remedy, trainer_options) in REMEDIES.items():
         if options.only not in name:
             continue
         for model, make, steps in (("boring", boring, 300), ("deep", deep, 60)):
+            if options.model not in model:
+                continue
             plain: list[float] = []
             idle: list[float] = []
             hook = None
@@ -130,7 +173,8 @@ def main(arguments: list[str] | None = None) -> None:
             base = statistics.median(plain)
             shown = "-" if hook is None else f"{hook * 1e6:.1f}"
             print(
-                f"{name:<26} {model:<8} {base:>9.0f} {cost:>8.1f} {1 + cost / base:>7.4f} {shown:>8}",
+                f"{name:<26} {model:<8} {base:>9.0f} {cost:>8.1f} {1 + cost / base:>7.4f}"
+                f" {min(idle) / min(plain):>8.4f} {shown:>8}",
                 flush=True,
             )
 
