@@ -43,8 +43,9 @@ class DryOffload:
     Example:
         >>> from lightning_oom.planning.fake_step import FakeStep
         >>> layers = [m for _ in range(4) for m in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
-        >>> step = FakeStep(torch.nn.Sequential(*layers), torch.zeros(8192, 64))
-        >>> dry = DryOffload()
+        >>> batch = torch.zeros(8192, 64)
+        >>> step = FakeStep(torch.nn.Sequential(*layers), batch)
+        >>> dry = DryOffload(batch=[batch])
         >>> step.run(forward_context=dry.around).peak_bytes < step.run().peak_bytes
         True
         >>> dry.moved_bytes // dry.num_forwards == 4 * 8192 * 64 * 4
