@@ -31,6 +31,11 @@ class Stage(nn.Module):
         self.blocks = nn.Sequential(*blocks)
 
 
+def conv_block() -> nn.Sequential:
+    """As people write them without a class."""
+    return nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
+
+
 def paths(blocks) -> list[str]:
     """Their names."""
     return [block.path for block in blocks]
@@ -49,6 +54,9 @@ def paths(blocks) -> list[str]:
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []),
         (nn.ModuleList([Stage(Part(), Part()), Stage(Part(), Part())]), ["0", "1"]),
         (Stage(Part(), Other(), Part()), ["blocks.0", "blocks.2"]),
+        (nn.ModuleList([conv_block(), conv_block()]), ["0", "1"]),
+        (nn.Sequential(nn.Linear(2, 2), conv_block(), conv_block()), ["1", "2"]),
+        (nn.Sequential(conv_block(), nn.Linear(2, 2)), []),
     ],
 )
 def test_repeated_blocks_are_found(model, expected) -> None:

@@ -39,6 +39,8 @@ def find_blocks(root: nn.Module) -> list[Block]:
     A block is a member of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` (or of several of them
     side by side in one module, or inside one another) that has children and parameters, and a
     sibling of the same class. Outermost blocks win: what is inside a block is none of its own.
+    Where that finds nothing, plain ``Sequential`` members of a container are blocks, such as
+    ``ModuleList([Sequential(conv, norm, relu), ...])``; otherwise they are looked into.
 
     Args:
         root: Usually the LightningModule.
@@ -53,7 +55,7 @@ def find_blocks(root: nn.Module) -> list[Block]:
         >>> [block.path for block in find_blocks(model)]
         ['1.0', '1.1', '1.2']
     """
-    return list(_blocks_below(root, ""))
+    return list(_blocks_below(root, "")) or list(_sequentials_below(root))
 
 
 def block_levels(root: nn.Module) -> list[list[Block]]:
@@ -183,6 +185,24 @@ def _blocks_below(module: nn.Module, path: str) -> Iterator[Block]:
             yield block
         else:
             yield from _blocks_below(block.module, block.path)
+
+
+def _sequentials_below(root: nn.Module) -> Iterator[Block]:
+    """Give the ``Sequential`` members, two or more, of containers; nothing deeper inside them."""
+    for path, container in root.named_modules():
+        if type(container) not in _CONTAINERS:
+            continue
+        members = [
+            Block(f"{path}.{name}" if path else name, child)
+            for name, child in container.named_children()
+            if type(child) is nn.Sequential and _has_parts(child)
+        ]
+        if len(members) > 1 and all(_holds_leaves(block.module) for block in members):
+            yield from members
+
+
+def _holds_leaves(module: nn.Module) -> bool:
+    return all(next(child.children(), None) is None for child in module.children())
 
 
 def _members(container: nn.Module, path: str) -> Iterator[Block]:
