@@ -170,6 +170,28 @@ def test_half_the_rows_are_a_dry_run_with_accumulation():
     assert entry.peak_bytes == peak(model, torch.zeros(1024, 64), rows=512, accumulate=2)
 
 
+def test_fewer_rows_change_the_numbers_of_batch_normalisation():
+    """OOMRecovery would refuse to split such a batch, so it is not named."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    _, by_title = entries(model, torch.zeros(1024, 64))
+
+    entry = by_title["run 512 rows at a time and accumulate"]
+
+    assert entry.effect == "other numbers"
+    assert "OOMRecovery" not in entry.how
+    assert "batch normalisation" in entry.cost
+
+
+def test_manual_optimization_is_not_advised_what_stands_aside_there():
+    """Neither accumulation nor an early zero_grad."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model.automatic_optimization = False
+    found, _ = entries(model, torch.zeros(1024, 64))
+
+    assert not any("GradientAccumulation" in entry.how for entry in found.entries)
+    assert not any("EarlyZeroGrad" in entry.how for entry in found.entries)
+
+
 def test_frozen_weights_and_optimizer_state_are_counted_in_fewer_bits():
     """Half of what is frozen; a quarter of what Adam holds, and the block scales."""
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))

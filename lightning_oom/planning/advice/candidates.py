@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Candidate", "changes_to_try"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _ATTENTION = "_attn_implementation"
 """Where transformers keeps which attention a model runs."""
 _SMALLEST_CONVOLUTION = 1 << 16
@@ -67,24 +68,11 @@ def changes_to_try(
         precision: Of the trainer; ``None`` is 32-bit.
         target: The device that the step is for.
     """
-    yield Candidate(
-        title="drop old gradients before the forward",
-        how="callbacks: EarlyZeroGrad()",
-        effect="same numbers",
-        run={"zero_grad": "early"},
-    )
+    if getattr(module, "automatic_optimization", True):
+        yield from _by_the_loop(module, rows)
     yield from _checkpointing(module, trace)
     yield from _caches(module)
     yield from _attention(module)
-    if rows is not None and rows > 1:
-        yield Candidate(
-            title=f"run {rows // 2} rows at a time and accumulate",
-            how=f"OOMRecovery(max_rows={rows // 2}), or half the batch_size with "
-            f"GradientAccumulation(effective_batch_size={rows})",
-            effect="rounding",
-            cost="less parallel work; not with batch normalisation",
-            run={"rows": rows // 2, "accumulate": 2},
-        )
     if precision is None or str(precision) in ("32", "32-true"):
         yield Candidate(
             title="compute in bfloat16",
@@ -102,6 +90,28 @@ def changes_to_try(
         )
     yield from _tying(module)
     yield from _separable(module)
+
+
+def _by_the_loop(module: nn.Module, rows: int | None) -> Iterator[Candidate]:
+    """Give what only works where Lightning steps the optimizer."""
+    yield Candidate(
+        title="drop old gradients before the forward",
+        how="callbacks: EarlyZeroGrad()",
+        effect="same numbers",
+        run={"zero_grad": "early"},
+    )
+    if rows is None or rows < 2:  # noqa: PLR2004 - one row cannot be halved
+        return
+    half = f"half the batch_size with GradientAccumulation(effective_batch_size={rows})"
+    sees_rows = any(part.training and isinstance(part, _BATCH_NORMS) for part in module.modules())
+    yield Candidate(
+        title=f"run {rows // 2} rows at a time and accumulate",
+        how=half if sees_rows else f"OOMRecovery(max_rows={rows // 2}), or {half}",
+        effect="other numbers" if sees_rows else "rounding",
+        cost="less parallel work"
+        + ("; batch normalisation sees half the rows at a time" if sees_rows else ""),
+        run={"rows": rows // 2, "accumulate": 2},
+    )
 
 
 def _checkpointing(module: nn.Module, trace: MemoryTrace) -> Iterator[Candidate]:
