@@ -34,15 +34,26 @@ def find_switchable(root: nn.Module, patterns: Sequence[str | type[nn.Module]]) 
         >>> find_switchable(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Tanh()), ["*"])
         ['1']
     """
+    switchable = {
+        path: type(part).__name__
+        for path, part in root.named_modules()
+        if path and getattr(part, "inplace", None) is False
+    }
+    names = ", ".join(dict.fromkeys(switchable.values())) or "no module of this model"
+    try:
+        blocks = match_blocks(root, patterns)
+    except ValueError as error:
+        raise ValueError(f"{error}. With a switch 'inplace' that is off: {names}") from error
+    above = [block.path for block in blocks]
     found = [
-        f"{block.path}.{path}" if path else block.path
-        for block in match_blocks(root, patterns)
-        for path, part in block.module.named_modules()
-        if getattr(part, "inplace", None) is False
+        path
+        for path in switchable
+        if any(path == block or path.startswith(f"{block}.") for block in above)
     ]
     if not found:
         raise ValueError(
-            f"nothing that {list(patterns)} matches has a switch 'inplace' that is off"
+            f"nothing that {list(patterns)} matches has a switch 'inplace' that is off; "
+            f"one has: {names}"
         )
     return found
 
