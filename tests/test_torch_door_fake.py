@@ -85,3 +85,15 @@ def test_a_compiled_module_gives_its_original() -> None:
 
     assert door.compiled_original(torch.compile(linear, backend="eager")) is linear
     assert door.compiled_original(linear) is None
+
+
+def test_failures_on_fake_tensors_are_raised_without_a_log(caplog) -> None:
+    """And logged again after the undo."""
+    undo = door.quiet_failures()
+    with door.fake_mode(), pytest.raises(RuntimeError, match="reduction dim"):
+        torch.ones(3, 4).mm(torch.ones(3, 4))
+    assert not caplog.records
+    undo()
+    with door.fake_mode(), pytest.raises(RuntimeError, match="reduction dim"):
+        torch.ones(3, 4).mm(torch.ones(3, 4))
+    assert caplog.records

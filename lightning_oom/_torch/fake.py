@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_oom.undo import shadow
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+    from lightning_oom.undo import Undo
 
 __all__ = [
     "FAKE_ERRORS",
@@ -26,6 +31,7 @@ __all__ = [
     "graph_position",
     "is_fake",
     "known_value",
+    "quiet_failures",
     "running_node_position",
     "to_fake",
     "without_any_mode",
@@ -109,3 +115,12 @@ def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
         original: torch.nn.Module | None = module.__dict__["_modules"].get("_orig_mod")
         return original
     return None
+
+
+def quiet_failures() -> Undo:
+    """Let torch not log the traceback of an operator that fails on fake tensors; it raises it too.
+
+    Returns:
+        An undo that lets it log again.
+    """
+    return shadow(logging.getLogger(FakeTensorMode.__module__), "disabled", True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_oom._torch.fake import quiet_failures
 from lightning_oom.planning.optimizers import optimizers_of
 from lightning_oom.planning.skeleton import Skeleton
 from lightning_oom.planning.stand_ins import silence, view_trainer
@@ -47,6 +48,7 @@ def run_clone(clone: Any, batch: Any, tracer: StepTracer, settings: StepSettings
         settings.prepare_optimizers(optimizers)
     _register_standing(tracer, clone, batch)
     with ExitStack() as stack:
+        stack.callback(quiet_failures())
         stack.callback(tracer.follow_modules(clone))
         stack.enter_context(tracer)
         if settings.context is not None:
