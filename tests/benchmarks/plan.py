@@ -5,8 +5,8 @@ fractions of what the plain step reserves, the plan is made on fake tensors and 
 steps on a device of exactly that size. "OOM" counts steps that ran out of memory, of those whose plan
 says that it fits. With ``--exhaustive``, models of few blocks are planned by trying every subset of
 blocks, every number of micro-batches, offloading of whole batches, and the optimizer one tensor at a
-time; the figure is the predicted time of the plan over the best predicted time, less 1, both by the model of
-``plan_time``.
+time; the figure is the predicted time of the plan over the best predicted time, less 1, both by the
+model of ``plan_time``.
 """
 
 from __future__ import annotations
