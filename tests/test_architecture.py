@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
     "undo": {"errors"},
-    "_torch": {"errors"},
+    "_torch": {"errors", "undo"},
     "_torchmetrics": {"errors"},
     "memory": {*_BASE, "_torch"},
     "reduction": {*_BASE, "_torch", "memory"},
