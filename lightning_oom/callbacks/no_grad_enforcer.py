@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_oom._torch import tree_leaves
 from lightning_oom.errors import GradInEvaluationError, GradInEvaluationWarning
-from lightning_oom.reduction.evaluation_watch import EvaluationWatch
+from lightning_oom.reduction.evaluation_watch import ROOT, EvaluationWatch
 from lightning_oom.reduction.grad_mode import Exemptions, users_line_of
 from lightning_oom.reduction.grad_violation import GradViolation
 from lightning_oom.reduction.kept_graphs import (
@@ -197,7 +197,8 @@ class NoGradEnforcer(Callback):
             return
         try:
             self._look_at_lines(stage, "a hook of evaluation")
-            self._look_at_modes(stage, "after evaluation")
+            if stage.step is not None:  # an exempt step may leave modules in training mode
+                self._look_at_modes(stage, "after evaluation")
             if not stage.has_allowed:
                 self._look_at_attributes(
                     "attribute", stage.kept.everything(), "evaluation", stage.line_of_step()
@@ -302,8 +303,11 @@ class NoGradEnforcer(Callback):
                 torch.set_grad_enabled(False)
 
     def _look_at_modes(self, stage: EvaluationWatch, when: str) -> None:
+        told = ""
         for path, module in stage.in_training_mode():
-            self._found("train_mode", when, path, None, None)
+            if told != ROOT and not path.startswith(f"{told}."):  # one word for all that is below
+                self._found("train_mode", when, path, None, None)
+                told = path
             if self._fixes:
                 stage.switch_to_eval(module)
 

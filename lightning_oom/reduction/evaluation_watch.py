@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["EvaluationWatch"]
+__all__ = ["ROOT", "EvaluationWatch"]
+
+ROOT = "the module itself"
+"""What the module that is evaluated is called."""
 
 
 class EvaluationWatch:
@@ -60,7 +63,7 @@ class EvaluationWatch:
         # the dictionaries: half the time of the attribute, on modules that are cold in the cache
         for child in [child for values, child in self._watched if values["training"]]:
             self._trains = True
-            yield self._paths[id(child)] or "the module itself", child
+            yield self._paths[id(child)] or ROOT, child
 
     def is_time_for_modes(self) -> bool:
         """Count a step; say whether to look for modules in training mode after it.

@@ -45,7 +45,7 @@ def test_every_violation_is_found_once(make, kind, method) -> None:
     found = [violation for violation in callback.violations if violation.kind == kind]
 
     if kind == "train_mode":
-        assert "drop" in {violation.what for violation in found}
+        assert {violation.what for violation in found} in ({"drop"}, {"the module itself"})
         assert len({violation.what for violation in found}) == len(found)
         return
     assert len(found) >= 1
@@ -62,6 +62,24 @@ def test_every_violation_is_found_once(make, kind, method) -> None:
         assert path in (grad_cases.__file__, inspect.getfile(TinyRegressor))
     if kind != "grad_mode":
         assert found[0].num_bytes > 0
+
+
+def test_a_block_left_in_training_mode_is_named_once_for_all_that_is_in_it() -> None:
+    """And everything in it is put back."""
+
+    class Blocks(Base):
+        def evaluate(self, batch):
+            assert not any(part.training for part in self.body.modules())
+            self.body.train()
+            return self.loss(batch)
+
+    model, callback = Blocks(), enforcer("fix")
+    fit(model, callback)
+
+    assert len(list(model.body.modules())) > 1
+    found = [v.what for v in callback.violations if v.kind == "train_mode"]
+    assert "body" in found
+    assert not any(what.startswith("body.") for what in found)
 
 
 @pytest.mark.parametrize(("make", "kind", "method"), VIOLATIONS)

@@ -14,6 +14,7 @@ from grad_cases import (
     GradCAM,
     Informed,
     Sampled,
+    TrainLeft,
     enforcer,
     fit,
     plain_end,
@@ -34,6 +35,14 @@ def test_what_is_meant_is_left_alone(make, exempt, on_violation) -> None:
 
     assert callback.violations == []
     assert compare(plain_end(make), [weights(model), dict(trainer.callback_metrics)]) == []
+
+
+def test_an_exempt_step_may_leave_modules_in_training_mode() -> None:
+    """Also at the end of the stage."""
+    callback = enforcer("raise", exempt=["validation_step"])
+    fit(TrainLeft(), callback)
+
+    assert callback.violations == []
 
 
 @pytest.mark.parametrize("make", [ForceField, Informed, GradCAM, Attacked, Sampled, Adapts])
