@@ -108,7 +108,8 @@ class ActivationCheckpointing(Callback):
         budget: Union[float, str, None] = None,  # noqa: UP007 - as above
         verbose: bool = True,
     ) -> None:
-        patterns = [modules] if isinstance(modules, (str, type)) else list(modules)
+        is_many = isinstance(modules, (list, tuple))
+        patterns: list[Any] = list(modules) if is_many else [modules]
         if not patterns or not all(_is_pattern(pattern) for pattern in patterns):
             raise ValueError(
                 "modules is 'auto', or names, paths or classes of modules, one at least, "

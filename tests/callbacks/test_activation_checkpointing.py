@@ -157,6 +157,7 @@ def test_nothing_matched_is_an_error(make, modules, message) -> None:
         {"modules": []},
         {"modules": ""},
         {"modules": [3]},
+        {"modules": 3},
         {"budget": 0},
         {"budget": -1},
         {"budget": True},
