@@ -88,6 +88,7 @@ def load_subject(arguments: argparse.Namespace) -> Subject | None:
         module = _build(arguments.model, _parse_init(arguments.init))
     else:
         module = _build_section(config, "model", arguments.config)
+    _configure(module)
     data = _build_section(config, "data", arguments.config) if "data" in config else None
     if arguments.batch is not None:
         batch = parse_batch(arguments.batch)
@@ -206,6 +207,19 @@ def _nested(value: Any) -> Any:
             return _build(str(value["class_path"]), inner)
         return {key: _nested(item) for key, item in value.items()}
     return [_nested(item) for item in value] if isinstance(value, list) else value
+
+
+def _configure(module: Any) -> None:
+    """Let a LightningModule make the layers that it leaves to the start of a run."""
+    configure = getattr(module, "configure_model", None)
+    if configure is None:
+        return
+    try:
+        configure()
+    except Exception as error:
+        raise ValueError(
+            f"configure_model of {type(module).__name__} fails: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _brings_loader(module: Any) -> bool:

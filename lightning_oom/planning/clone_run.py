@@ -32,7 +32,12 @@ def run_clone(clone: Any, batch: Any, tracer: StepTracer, settings: StepSettings
         batch: Likewise.
         tracer: Not yet entered.
         settings: How.
+
+    Raises:
+        ValueError: ``configure_model`` has not made the parameters yet.
     """
+    if hasattr(clone, "configure_model") and next(clone.parameters(), None) is None:
+        raise ValueError("the module has no parameters yet: call its configure_model() first")
     optimizers: list[torch.optim.Optimizer] = []
     silence(clone)
     view_trainer(clone, optimizers)

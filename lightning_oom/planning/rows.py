@@ -55,7 +55,7 @@ def take_rows(batch: Any, rows: int) -> Any:
         rows: Rows wanted, at least 1.
 
     Raises:
-        ValueError: ``rows`` is below 1.
+        ValueError: ``rows`` is below 1, or the batch has none.
 
     Example:
         >>> take_rows({"x": torch.tensor([1, 2]), "name": "a"}, 5)
@@ -63,7 +63,10 @@ def take_rows(batch: Any, rows: int) -> Any:
     """
     if rows < 1:
         raise ValueError(f"rows must be at least 1, got {rows!r}")
-    return resize_rows(batch, rows, count_rows(batch))
+    rows_before = count_rows(batch)
+    if rows_before == 0:
+        raise ValueError("the batch has no rows to take: give one with a row at least")
+    return resize_rows(batch, rows, rows_before)
 
 
 def resize_rows(

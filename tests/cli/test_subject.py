@@ -50,6 +50,26 @@ def test_a_module_that_brings_its_data_needs_no_batch():
     assert load(BORING, "--precision", "bf16-mixed").batch.shape == (1, 32)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_layers_that_are_made_in_configure_model_are_there(tmp_path, monkeypatch, fails):
+    """As in a run; what goes wrong there is one line too."""
+    (tmp_path / f"late_{fails}.py").write_text(
+        "import torch\n"
+        "from lightning.pytorch import LightningModule\n"
+        "class Late(LightningModule):\n"
+        "    def configure_model(self):\n"
+        f"        {'1 / 0' if fails else 'self.layer = torch.nn.Linear(3, 2)'}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = (f"late_{fails}:Late", "--batch", "float32[5,3]")
+
+    if fails:
+        with pytest.raises(ValueError, match="configure_model of Late fails: ZeroDivisionError"):
+            load(*words)
+    else:
+        assert load(*words).module.layer.weight.shape == (2, 3)
+
+
 def test_a_config_gives_all(tmp_path):
     """Classes, arguments, the first batch of the data, and the precision of the trainer."""
     path = tmp_path / "config.yaml"

@@ -218,3 +218,20 @@ def test_a_module_without_memory_can_be_traced() -> None:
     assert trace.peak_bytes == trace_step(
         nn.Linear(4, 4), torch.zeros(2, 4), optimizer=torch.optim.SGD
     ).peak_bytes  # fmt: skip
+
+
+def test_rows_are_not_taken_from_a_batch_without_rows() -> None:
+    """There is nothing to repeat."""
+    with pytest.raises(ValueError, match="no rows to take: give one"):
+        take_rows((torch.zeros(0, 3), torch.zeros(0)), 2)
+
+
+def test_a_module_whose_layers_are_not_made_says_what_to_call() -> None:
+    """Not that an optimizer has nothing to optimize."""
+
+    class Late(nn.Module):
+        def configure_model(self) -> None:
+            self.layer = nn.Linear(3, 2)
+
+    with pytest.raises(StepNotTracedError, match=r"call its configure_model\(\) first"):
+        trace_step(Late(), torch.zeros(2, 3), optimizer=torch.optim.SGD)
