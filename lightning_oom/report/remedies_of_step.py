@@ -110,7 +110,8 @@ def lower_precision(report: OOMReport) -> Iterator[Found]:
         Remedy(
             action=f"Compute in bfloat16 where that is enough: {halved}. AMPSwitcher does it only "
             "once memory runs out.",
-            setting='Trainer(precision="bf16-mixed"), or Trainer(callbacks=[AMPSwitcher()])',
+            setting='Trainer(precision="bf16-mixed"), or '
+            "Trainer(callbacks=[OOMRecovery(), AMPSwitcher()])",
             cost="other rounding; faster on most GPUs",
             **(_saving(report, 0.5) if _keeps_activations(report) else {}),
         ),

@@ -237,6 +237,15 @@ def test_nothing_frees_more_than_there_was(phase, requested) -> None:
             assert (remedy.saving_bytes or 0) <= report.kinds.activations_bytes
 
 
+def test_what_waits_for_an_oom_is_advised_with_what_meets_it() -> None:
+    """AMPSwitcher repeats no step itself."""
+    settings = [remedy.setting or "" for remedy in with_advice(cuda_report()).remedies]
+    found = [setting for setting in settings if "AMPSwitcher" in setting]
+
+    assert found
+    assert all("OOMRecovery(), AMPSwitcher()" in setting for setting in found)
+
+
 def test_nothing_is_said_to_be_freed_where_the_breakdown_is_missing() -> None:
     """Unknown is left out."""
     remedies = with_advice(cuda_report(kinds=None)).remedies

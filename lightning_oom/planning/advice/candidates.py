@@ -76,7 +76,8 @@ def changes_to_try(
     if precision is None or str(precision) in ("32", "32-true"):
         yield Candidate(
             title="compute in bfloat16",
-            how='Trainer(precision="bf16-mixed"), or AMPSwitcher() when memory runs short',
+            how='Trainer(precision="bf16-mixed"), or OOMRecovery() with AMPSwitcher(), which '
+            "switches when memory runs out",
             effect="other numbers",
             cost="weights, gradients and optimizer state stay 32-bit",
             run=settings_on(target, "bf16-mixed"),
