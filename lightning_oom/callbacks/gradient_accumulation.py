@@ -256,7 +256,7 @@ class GradientAccumulation(Callback):
             rows = float(_sum_over_ranks(trainer, rows).item())
             num_batches = batches_for(self.effective_batch_size, rows)
         chosen = (rows, num_batches or batches_for(self.effective_batch_size, rows))
-        if self.verbose and chosen != self._said:
+        if self.verbose and rows > 0 and chosen != self._said:
             devices = f" on {replicas} devices" if replicas > 1 else ""
             rank_zero_info(
                 f"GradientAccumulation: {chosen[1]} x {rows:g} rows{devices} make a step of "

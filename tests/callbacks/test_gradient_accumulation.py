@@ -243,6 +243,10 @@ def test_the_choice_is_said_once_and_when_an_epoch_changes_it(monkeypatch) -> No
 
     assert lines == ["GradientAccumulation: 2 x 4 rows make a step of 8 rows."]
 
+    lines.clear()
+    run([0, 4, 4], GradientAccumulation(effective_batch_size=8))
+    assert lines == []  # an epoch that begins with a batch without rows tells nothing
+
 
 def test_windows_set_elsewhere_are_an_error() -> None:
     """Two masters: the message names both."""
