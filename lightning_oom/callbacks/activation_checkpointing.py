@@ -108,8 +108,9 @@ class ActivationCheckpointing(Callback):
         budget: Union[float, str, None] = None,  # noqa: UP007 - as above
         verbose: bool = True,
     ) -> None:
-        is_many = isinstance(modules, (list, tuple))
-        patterns: list[Any] = list(modules) if is_many else [modules]
+        patterns: list[Any] = [modules]
+        if isinstance(modules, (list, tuple)):
+            patterns = list(modules)
         if not patterns or not all(_is_pattern(pattern) for pattern in patterns):
             raise ValueError(
                 "modules is 'auto', or names, paths or classes of modules, one at least, "
