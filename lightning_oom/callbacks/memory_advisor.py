@@ -83,7 +83,12 @@ class MemoryAdvisor(Callback):
         self._is_done = True
         started = time.perf_counter()
         try:
-            self.advice = advise(pl_module, batch, precision=trainer.precision)
+            self.advice = advise(
+                pl_module,
+                batch,
+                precision=trainer.precision,
+                num_devices=trainer.world_size,
+            )
             text = render_advice(self.advice, most=self.most)
         except StepNotTracedError as error:
             rank_zero_info(f"MemoryAdvisor has no advice: {error}")

@@ -241,3 +241,13 @@ def test_advice_changes_nothing():
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_effective_batch_is_that_of_all_devices():
+    """GradientAccumulation counts over ranks."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    _, by_title = entries(model, torch.zeros(1024, 64), num_devices=4)
+
+    entry = by_title["run 512 rows at a time and accumulate"]
+
+    assert "effective_batch_size=4096" in entry.how

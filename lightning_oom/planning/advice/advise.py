@@ -37,6 +37,7 @@ def advise(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     device: TargetDevice | torch.device | str | None = None,
+    num_devices: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> AdviceList:
     """Say what would lower the peak of a module's training step, and by how much.
@@ -54,6 +55,7 @@ def advise(
         optimizer: Makes the optimizer; ``None`` asks ``configure_optimizers``.
         device: Whose operators are run, as for
             :func:`~lightning_oom.planning.estimate.estimate_peak`.
+        num_devices: Devices that train side by side, for the effective batch in the advice.
         progress: Called with the title of each change before it is tried.
 
     Returns:
@@ -84,7 +86,14 @@ def advise(
     trace = step.run(**watched, record_operators=True)
     copies = watch.lines(trace)
     candidates = [
-        *changes_to_try(module, trace, rows=step.rows, precision=precision, target=target),
+        *changes_to_try(
+            module,
+            trace,
+            rows=step.rows,
+            num_devices=num_devices,
+            precision=precision,
+            target=target,
+        ),
         *changes_to_count(module, trace, copies),
     ]
     entries: list[Advice] = []

@@ -56,6 +56,7 @@ def changes_to_try(
     trace: MemoryTrace,
     *,
     rows: int | None,
+    num_devices: int,
     precision: str | int | None,
     target: TargetDevice,
 ) -> Iterator[Candidate]:
@@ -65,11 +66,12 @@ def changes_to_try(
         module: The user's own; looked at, never changed.
         trace: Of the plain step, with its operators.
         rows: Of the batch, ``None`` for unknown.
+        num_devices: That train side by side.
         precision: Of the trainer; ``None`` is 32-bit.
         target: The device that the step is for.
     """
     if getattr(module, "automatic_optimization", True):
-        yield from _by_the_loop(module, rows)
+        yield from _by_the_loop(module, rows, num_devices)
     yield from _checkpointing(module, trace)
     yield from _caches(module)
     yield from _attention(module)
@@ -93,7 +95,7 @@ def changes_to_try(
     yield from _separable(module)
 
 
-def _by_the_loop(module: nn.Module, rows: int | None) -> Iterator[Candidate]:
+def _by_the_loop(module: nn.Module, rows: int | None, num_devices: int) -> Iterator[Candidate]:
     """Give what only works where Lightning steps the optimizer."""
     yield Candidate(
         title="drop old gradients before the forward",
@@ -103,7 +105,8 @@ def _by_the_loop(module: nn.Module, rows: int | None) -> Iterator[Candidate]:
     )
     if rows is None or rows < 2:  # noqa: PLR2004 - one row cannot be halved
         return
-    half = f"half the batch_size with GradientAccumulation(effective_batch_size={rows})"
+    effective = rows * num_devices
+    half = f"half the batch_size with GradientAccumulation(effective_batch_size={effective})"
     sees_rows = any(part.training and isinstance(part, _BATCH_NORMS) for part in module.modules())
     yield Candidate(
         title=f"run {rows // 2} rows at a time and accumulate",
