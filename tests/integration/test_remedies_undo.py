@@ -165,13 +165,13 @@ def test_a_fit_inside_a_fit():
     inner: list[Any] = []
 
     def run(trainer, model) -> None:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             another, _ = fit(Blocks, loaders(), *exact())
         inner.append(end_state(another))
 
     expected, _ = fit(Blocks, loaders(), AtBatch(lambda *_: None, 1))
     expected = end_state(expected)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         actual, _ = fit(Blocks, loaders(), *exact(), AtBatch(run, 1))
 
     for key in ("weights", "optimizers", "rows"):
