@@ -110,7 +110,7 @@ class OOMRecovery(Callback):
             tried, and weights, optimizer and metrics are as before the batch.
 
     Note:
-        Cost of a step without an OOM: 0.2 ms of CPU time for a small module on a slow core, most of
+        Cost of a step without an OOM: 0.2 to 0.4 ms of CPU time for a small module on a slow core, most of
         it the snapshot. No synchronisation, no collective, no copy of parameters or gradients, no
         higher peak. (With ``LBFGS``, copies of parameters in host memory.)
 

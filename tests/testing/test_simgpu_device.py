@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -319,10 +318,16 @@ def test_sparse_gradients_work(gpu: torch.device) -> None:
 
 def test_other_sparse_layouts_are_a_clear_error(gpu: torch.device) -> None:
     """What is not there says so, and the process lives on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this layout a beta, once in a process
-        with pytest.raises(NotImplementedError, match="holds strided and sparse COO tensors"):
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # the warning comes once in a process, maybe in another test
+    try:
+        with (
+            pytest.warns(UserWarning, match="Sparse CSR tensor support"),
+            pytest.raises(NotImplementedError, match="holds strided and sparse COO tensors"),
+        ):
             torch.eye(3, device=gpu).to_sparse_csr()
+    finally:
+        torch.set_warn_always(always)
 
 
 def test_autocast_computes_in_the_lower_precision(gpu: torch.device) -> None:
